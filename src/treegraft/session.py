@@ -320,8 +320,7 @@ class Session:
     def _made_buffer(self, parts: Parts) -> RolloutBuffer:
         saved = None
         if self._checkpoint is not None and self._within.folder is None:
-            # Of a session without a run folder, or that of the run that wrote the checkpoint.
-            places = [self._checkpoint / SAVED_TRACES, self._checkpoint.parents[1] / OWN_FILE]
+            places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
             saved = next((place for place in places if place.exists()), None)
         return RolloutBuffer(
             self.config,
@@ -330,6 +329,13 @@ class Session:
             saved=saved,
             accepts_changes=self._within.accepts_changes,
         )
+
+    @staticmethod
+    def _saved_places(checkpoint: Path, own: Path, of_run: Path) -> list[Path]:
+        """Where to look for what belongs to a checkpoint: in it, or in the folder of the run that
+        wrote it."""
+        above = checkpoint.absolute().parent
+        return [checkpoint / own, *([above.parent / of_run] * (above.name == "checkpoints"))]
 
     @property
     def _is_warm_up_left(self) -> bool:
@@ -433,7 +439,7 @@ class Session:
         if self.buffer is not None:
             await self._stack.enter_async_context(self.buffer.opened(state.update, parts))
             retriever = self.buffer.retriever
-            if self.buffer.origin == "self" or self.buffer.file is None:
+            if self._book is None or self.buffer.origin == "self" or self.buffer.file is None:
                 # What later updates had added is gone only now.
                 self._book = lesson_book(config, self.buffer, parts)
             held = self.buffer.buffer
@@ -566,8 +572,7 @@ class Session:
             return folder / "reference"
         if checkpoint is None or self.update == 0:
             return None
-        # Of a session without a run folder, or that of the run that wrote the checkpoint.
-        places = [checkpoint / SAVED_REFERENCE, checkpoint.parents[1] / "reference"]
+        places = self._saved_places(checkpoint, SAVED_REFERENCE, Path("reference"))
         found = [one for one in places if any(one.glob("reference*.safetensors"))]
         return (found or places)[0]
 

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +31,7 @@ from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
 from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Excluded, RowTable
-from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row
+from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -266,14 +267,7 @@ class TraceBuffer:
         """Undoes the additions and evictions of updates after this one."""
         with self._writing:
             with self._file.transaction() as connection:
-                later = "(SELECT id FROM traces WHERE added_at > ?)"
-                for statement in (
-                    f"DELETE FROM vectors WHERE id IN {later}",
-                    "DELETE FROM members WHERE added_at > ?",
-                    "DELETE FROM traces WHERE added_at > ?",
-                    "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
-                ):
-                    connection.execute(statement, (update,))
+                undo(connection, update)
             self._digested = (-1, hashlib.blake2b(digest_size=16))
             # Filled before it is put in place: a search meanwhile sees the old rows or the new.
             table = RowTable(self.dim)
@@ -511,10 +505,11 @@ class TraceBuffer:
         DataError: that failed, as on a full disk."""
         self._file.fold()
 
-    def in_memory(self) -> TraceBuffer:
-        """Returns a copy that lives in this process alone, as of `copy_to`."""
+    def in_memory(self, update: int | None = None) -> TraceBuffer:
+        """Returns a copy that lives in this process alone, as of `copy_to`; as it was after
+        `update`, None for all of it."""
         copy = TraceBuffer(IN_MEMORY, self.load_encoder())
-        self._file.back_up_into(copy._file)
+        self._file.back_up_into(copy._file, update)
         copy._catch_up(copy._table)
         return copy
 
@@ -556,6 +551,12 @@ class TraceBuffer:
         # One call at a time: tokenizers keep the options of their last call.
         with self._encoding:
             return _encode(encoder, texts)
+
+
+class FrozenBuffer(TraceBuffer):
+    """A buffer that is only read, without a file beside it."""
+
+    _opened = staticmethod(partial(TraceFile, is_frozen=True))
 
 
 def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -31,10 +30,9 @@ from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_jso
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, question_of
 from treegraft.traces.rollout_buffer import may_retrieve
-from treegraft.traces.store import TraceFile
 
 Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
 """Sends an order for a tree, which JSON can hold, to any `TreeHost`, and returns its reply; also
@@ -236,12 +234,6 @@ class TreeHost:
         return task
 
 
-class _Frozen(TraceBuffer):
-    """A buffer that nobody writes to."""
-
-    _opened = staticmethod(partial(TraceFile, is_frozen=True))
-
-
 class _OpenStates:
     """The latest states that trees were grafted from; all share one encoder."""
 
@@ -267,7 +259,7 @@ class _OpenStates:
             return self._states[state]
 
     def _read(self, path: Path) -> TraceBuffer:
-        buffer = _Frozen(path, self._encoder)
+        buffer = FrozenBuffer(path, self._encoder)
         self._encoder = buffer.load_encoder()
         return buffer
 

@@ -23,7 +23,7 @@ from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_o
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
-from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
 from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import says_something, split_steps
@@ -234,7 +234,9 @@ class RolloutBuffer:
 
     def _encoder_of(self, path: Path, is_only_read: bool) -> Encoder | None:
         """The encoder of a buffer's file, which is checked; None where nothing is searched."""
-        with TraceBuffer(path, self._config.buffer.encoder) as buffer:
+        # What belongs to a checkpoint stays as it was written.
+        opened = FrozenBuffer if path == self._saved else TraceBuffer
+        with opened(path, self._config.buffer.encoder) as buffer:
             self._refuse_empty(buffer)
             return None if is_only_read else buffer.load_encoder()
 
@@ -308,7 +310,7 @@ class RolloutBuffer:
         if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
         if self._own is None:
-            return await self._in_memory(parts)
+            return await self._in_memory(parts, update)
         is_new = not self._own.exists()
         if is_new:
             await self._make_copy(self._own, parts)
@@ -319,11 +321,14 @@ class RolloutBuffer:
             buffer.roll_back(update)
         return buffer
 
-    async def _in_memory(self, parts: TraceParts) -> TraceBuffer:
+    async def _in_memory(self, parts: TraceParts, update: int = 0) -> TraceBuffer:
         """A buffer in memory: a copy of a file, or one that is made."""
-        if self._saved is not None or not self._is_made:
-            place = self._saved or named_file(self._config)
-            with TraceBuffer(place, self._encoder) as buffer:
+        if self._saved is not None:
+            with FrozenBuffer(self._saved, self._encoder) as buffer:
+                # A run that wrote the checkpoint may have gone on since.
+                return buffer.in_memory(update)
+        if not self._is_made:
+            with TraceBuffer(named_file(self._config), self._encoder) as buffer:
                 return buffer.in_memory()
         buffer = TraceBuffer(IN_MEMORY, self._encoder)
         try:

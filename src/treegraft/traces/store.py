@@ -302,15 +302,18 @@ class TraceFile:
             self._back_up(copy)
             _fold(copy)
 
-    def back_up_into(self, other: TraceFile) -> None:
-        """Puts such a copy in the place of what another open buffer holds."""
+    def back_up_into(self, other: TraceFile, update: int | None = None) -> None:
+        """Puts such a copy in the place of what another open buffer holds, as it was after
+        `update`; None for all of it."""
         with other._lock:
-            self._back_up(other._connection)
+            self._back_up(other._connection, update)
 
-    def _back_up(self, copy: sqlite3.Connection) -> None:
+    def _back_up(self, copy: sqlite3.Connection, update: int | None = None) -> None:
         with self._lock, self._translated_errors():
             self._connection.backup(copy)
             with copy:
+                if update is not None:
+                    undo(copy, update)
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
@@ -371,6 +374,18 @@ def _fold(connection: sqlite3.Connection) -> None:
     (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
     if mode != "delete":
         raise sqlite3.OperationalError("its write-ahead log could not be folded into it")
+
+
+def undo(connection: sqlite3.Connection, update: int) -> None:
+    """Undoes the additions and evictions of updates after this one."""
+    later = "(SELECT id FROM traces WHERE added_at > ?)"
+    for statement in (
+        f"DELETE FROM vectors WHERE id IN {later}",
+        "DELETE FROM members WHERE added_at > ?",
+        "DELETE FROM traces WHERE added_at > ?",
+        "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
+    ):
+        connection.execute(statement, (update,))
 
 
 def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:
