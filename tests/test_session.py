@@ -3,6 +3,7 @@ and `train`, bit for bit."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ LOOPS: dict[str, dict[str, Any]] = {
         "sampler": {"kind": "difficulty", "num_references": 2, "every": 3, "encoder": "hashing"}
     },
     "rounds": {"rollout": {"max_rounds": 3}},
-    "replayed groups": {"replay": {"fresh_frac": 0.7}},
+    "replayed groups": {"replay": {"fresh_frac": 0.7}, "loss": {"engine_ratio_cap": 1e9}},
     "all at once": {
         **GRAFTED,
         "model": {"lora": {"rank": 4, "alpha": 8}},
@@ -65,14 +66,26 @@ HAPPENED = {
     "a reference": "learn/kl",
     "a growing buffer": "buffer/num_own",
     "own lessons": "lesson/num_lessons",
+    "replayed groups": "replay/num_groups",
     "all at once": "lesson/num_lessons",
 }
 """A metric above 0 in the last update, which shows that a loop does what it is named after."""
 
 
-def tables_of(kind: str, **more: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny agent that has seen demonstrations, so that some of its trajectories are grafted onto
+    and stored."""
+    with Session(tiny(warmup={"num_steps": 60, "graft_prob": 0.3})) as session:
+        assert len([*session.warm_up()]) == 60
+        session.save(folder := tmp_path_factory.mktemp("start") / "agent")
+    return folder
+
+
+def tables_of(kind: str, model: Path | str, **more: Any) -> dict[str, Any]:
     own = tiny(
         run={"num_updates": NUM_UPDATES},
+        model={"path": str(model)},
         reward={"funcs": ["tests.test_session:length"]},
         warmup={"num_steps": 0},
         eval={"every": 0, "at_start": False, "at_end": False},
@@ -104,13 +117,19 @@ def saved(folder: Path) -> dict[str, Any]:
     for file in folder.rglob("*"):
         name = file.relative_to(folder).as_posix()
         if file.name == "state.json":
-            found[name] = replace(read_state(folder), metrics_size=0, beside={}, best_accuracy=None)
+            # Less what only a run counts.
+            found[name] = replace(read_state(folder), metrics_size=0, beside={}, spent=(0, 0))
+
         elif file.suffix == ".sqlite":
-            with FrozenBuffer(file, None) as buffer:
-                found[name] = sorted(map(repr, buffer.trajectories(with_evicted=True)))
+            found[name] = traces_of(file)
         elif file.is_file() and file.name != ".trust":
             found[name] = file.read_bytes()
     return found
+
+
+def traces_of(file: Path) -> list[str]:
+    with FrozenBuffer(file, None) as buffer:
+        return sorted(map(repr, buffer.trajectories(with_evicted=True)))
 
 
 def differing(ours: Path, theirs: Path) -> list[str]:
@@ -123,9 +142,9 @@ def differing(ours: Path, theirs: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_loop_that_stops_and_goes_on_is_one_that_never_stopped(
-    kind: str, tmp_path: Path
+    kind: str, start: Path, tmp_path: Path
 ) -> None:
-    tables, [half, ours, theirs] = tables_of(kind), [tmp_path / name for name in "abc"]
+    tables, [half, ours, theirs] = tables_of(kind, start), [tmp_path / name for name in "abc"]
     with Session(tables) as session:
         first = [*make(session, range(1, STOPPED + 1))]
         session.save(half)
@@ -143,3 +162,96 @@ def test_a_loop_that_stops_and_goes_on_is_one_that_never_stopped(
     assert all(metrics["learn/grad_norm"] > 0 for _, metrics in [*first, *again])
     if kind in HAPPENED:
         assert again[-1][1][HAPPENED[kind]] > 0
+
+
+def test_a_loop_is_train(start: Path, tmp_path: Path) -> None:
+    """Trees, metrics and checkpoints of the same settings, with the warm-up; and a loop goes on
+    from a checkpoint of a run, also from an earlier one."""
+    more = {"warmup": {"num_steps": 3}, "checkpoint": {"every": 1, "keep": 9}}
+    tables = tables_of("all at once", start, **more)
+    tables["run"] |= {"dir": str(tmp_path), "name": "run"}
+    run = train(tables, display=False).run_dir
+    lines = {line["update"]: line for line in read_metrics(run)}
+
+    def check(update: int, trees: list[Tree], metrics: dict[str, float]) -> None:
+        assert trees == read_trees(run / "trees" / f"update-{update:06d}")
+        theirs = {key: value for key, value in lines[update].items() if not is_timing(key)}
+        only_of_runs = ("update", "policy_version", "health/", "eval/", "warmup/")
+        assert metrics == {
+            key: value for key, value in theirs.items() if not key.startswith(only_of_runs)
+        }
+
+    with Session(tables) as session:
+        assert [step.num_steps for step in session.warm_up()] == [1, 2, 3]
+        for update, made in enumerate(make(session, range(1, NUM_UPDATES + 1)), 1):
+            check(update, *made)
+        session.save(tmp_path / "whole")
+    checkpoints = run / "checkpoints"
+    beside = ["treegraft/reference.safetensors", "treegraft/traces.sqlite"]
+    assert differing(tmp_path / "whole", checkpoints / f"update-{NUM_UPDATES:06d}") == beside
+    ours = saved(tmp_path / "whole")
+    assert ours[beside[0]] == (run / "reference" / "reference.safetensors").read_bytes()
+    assert ours[beside[1]] == traces_of(run / "buffer" / "traces.sqlite")
+
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with Session(tables, checkpoint=checkpoints / f"update-{STOPPED:06d}") as session:
+        assert session.update == STOPPED and [*session.warm_up()] == []
+        later = range(STOPPED + 1, NUM_UPDATES + 1)
+        for update, made in zip(later, make(session, later), strict=True):
+            check(update, *made)
+        session.save(tmp_path / "again")
+    assert differing(tmp_path / "again", tmp_path / "whole") == []
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_a_warm_up_that_stops_goes_on(tmp_path: Path) -> None:
+    tables = tables_of("full weights", "tiny", warmup={"num_steps": 6})
+    with Session(tables) as session:
+        whole = [dict(step.metrics) for step in session.warm_up()]
+        expected = [*make(session, [1])]
+        session.save(tmp_path / "whole")
+    with Session(tables) as session:
+        for step in session.warm_up():
+            if step.num_steps == 4:
+                break
+        session.save(tmp_path / "half")
+    with Session(tables, checkpoint=tmp_path / "half") as session:
+        assert (session.num_warm_up_steps, session.update) == (4, 0)
+        assert [dict(step.metrics) for step in session.warm_up()] == whole[4:]
+        assert [*make(session, [1])] == expected
+        session.save(tmp_path / "again")
+    assert differing(tmp_path / "again", tmp_path / "whole") == []
+
+
+def test_a_checkpoint_that_is_saved_again_is_the_same(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a name without a folder above it."""
+    monkeypatch.chdir(tmp_path)
+    tables = tables_of("all at once", start)
+    with Session(tables) as session:
+        _ = [*make(session, [1, 2])]
+        session.save("agent")
+    with Session(tables, checkpoint="agent") as session:
+        session.save("again")
+    assert differing(Path("again"), Path("agent")) == []
+
+
+def test_an_awaited_loop_is_the_same(start: Path) -> None:
+    tables = tables_of("full weights", start, eval={"num_samples": 1})
+
+    async def awaited() -> Any:
+        async with Session(tables) as session:
+            own = session.tasks[2:4]
+            trees = session.learn(session.credit(await session.asample(1, own)), 1)
+            await session.async_weights(1)
+            return trees, await session.aevaluate()
+
+    with Session(tables) as session:
+        own = session.tasks[2:4]
+        trees = session.learn(session.credit(session.sample(1, own)), 1)
+        session.sync_weights(1)
+        evaluation = session.evaluate()
+    found = asyncio.run(awaited())
+    assert evaluation is not None and [tree.task.id for tree in trees] == [one.id for one in own]
+    assert found[0] == trees and found[1].passes == evaluation.passes

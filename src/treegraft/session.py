@@ -77,10 +77,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Of a policy: those of a learner, or tensors by name."""
-SAVED_TRACES = Path("treegraft") / "traces.sqlite"
-"""In a checkpoint of a session without a run folder: its buffer."""
-SAVED_REFERENCE = Path("treegraft")
-"""There the reference of its KL term."""
+SAVED = Path("treegraft")
+"""In a checkpoint of a session without a run folder: the reference of its KL term, and the trees of
+the groups that it replays."""
+SAVED_TRACES = SAVED / "traces.sqlite"
+"""There its buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,10 +447,18 @@ class Session:
             for doubt in (unusable(held, config, parts.train_tasks), too_short(held, config)):
                 if doubt:
                     self._within.display.warn(doubt)
-        folder = None if self._within.folder is None else RunFolder(self._within.folder)
-        self._replay = Replay(config, folder, state.update)
+        self._replay = Replay(config, self._replayed_folder(), state.update)
         self.grower = parts.grower(self.explorer, retriever=retriever)
         self._is_ready = True
+
+    def _replayed_folder(self) -> RunFolder | None:
+        """The folder with the trees of earlier updates."""
+        if self._within.folder is not None:
+            return RunFolder(self._within.folder)
+        if self._checkpoint is None:
+            return None
+        places = self._saved_places(self._checkpoint, SAVED, Path())
+        return next((RunFolder(one) for one in places if (one / "trees").is_dir()), None)
 
     # ------------------------------------------------------------------ waiting
 
@@ -572,7 +581,7 @@ class Session:
             return folder / "reference"
         if checkpoint is None or self.update == 0:
             return None
-        places = self._saved_places(checkpoint, SAVED_REFERENCE, Path("reference"))
+        places = self._saved_places(checkpoint, SAVED, Path("reference"))
         found = [one for one in places if any(one.glob("reference*.safetensors"))]
         return (found or places)[0]
 
@@ -968,6 +977,9 @@ class Session:
         """
         from treegraft.policy.checkpoint import partial_of, save_checkpoint
 
+        if self._is_own and self.update and not self._is_ready:
+            # What the checkpoint to go on from has beside the weights is taken up first.
+            self._wait(self._make_ready)
         if state is None:
             fresh = replace(TrainState.fresh(), is_closed=self.update > 0, update=self.update)
             state = replace(fresh, warmup_steps=self.num_warm_up_steps, **self.state())
@@ -991,7 +1003,9 @@ class Session:
             held.buffer.copy_to(folder / SAVED_TRACES)
         reference = self.learner.reference
         if reference is not None:
-            reference.save(folder / SAVED_REFERENCE)
+            reference.save(folder / SAVED)
+        if self._is_ready:
+            self._replay.save(RunFolder(folder / SAVED))
 
 
 async def _awaited(work: Awaitable[Result]) -> Result:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from statistics import fmean
 
 from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_files import parts_in
+from treegraft.runs.tree_files import parts_in, write_trees
 from treegraft.settings.config import Config
 
 
@@ -55,6 +56,11 @@ class Replay:
             oldest = min(map(_update_of, self._groups.values()))
         parts = parts_in(self._folder.trees_dir, "update")
         return [part.label for part in parts if part.update >= oldest]
+
+    def save(self, folder: RunFolder) -> None:
+        """Writes the groups into a folder from which another one takes them up."""
+        for update, trees in groupby(self._groups.values(), _update_of):
+            write_trees(folder.trees_path(update), [*trees])
 
     @property
     def num_due(self) -> int:
