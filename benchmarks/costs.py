@@ -36,8 +36,8 @@ from treegraft.extras.lab.sizing import (
     LEARN_SHARE,
     SAMPLED_FRAC,
 )
-from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.learn.pack import num_tree_tokens, pack_trees
+from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.shapes import ModelShape, published_shape
 
 Layout = Literal["packed", "rows", "padded"]

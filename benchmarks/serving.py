@@ -115,7 +115,7 @@ def num_different(one: Path, other: Path) -> tuple[int, int]:
     for part in parts_in(one / "trees", "update"):
         pairs = zip(part.trees(), read_trees(other / "trees" / part.name), strict=True)
         for first, second in pairs:
-            tokens = ([step.token_ids for step in tree.steps] for tree in (first, second))
+            tokens = ([step.token_ids.tolist() for step in tree.steps] for tree in (first, second))
             different += next(tokens) != next(tokens)
             count += 1
     return different, count

@@ -39,8 +39,7 @@ def arguments(step: Step, ids: int, length: int) -> dict[str, Any]:
     for name in PER_TOKEN:
         if (column := found[name]) is not None:
             # As an engine gives them: numbers that no other step holds.
-            own = [float(one) if isinstance(one, float) else one for one in column * length]
-            found[name] = tuple(own)
+            found[name] = tuple(column.tolist() * length)
     if ids:
         draw = random.Random(step.id)
         found["token_ids"] = tuple(draw.randrange(ids) for _ in found["token_ids"])
@@ -66,7 +65,8 @@ def bytes_in_memory(lines: Sequence[bytes], ids: int, length: int) -> int:
 
 def read(trees: Sequence[Tree]) -> int:
     """Reads every column of every step once."""
-    return sum(len(getattr(s, name) or ()) for t in trees for s in t.steps for name in PER_TOKEN)
+    columns = [getattr(s, name) for t in trees for s in t.steps for name in PER_TOKEN]
+    return sum(len(column.tolist()) for column in columns if column is not None)
 
 
 def timed(calls: dict[str, Callable[[], object]], rounds: int) -> Iterator[tuple[str, float]]:

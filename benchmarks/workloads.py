@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
@@ -187,14 +188,14 @@ def _step(segment: Segment, step_id: str, ids: tuple[int, ...]) -> Step:
     own = segment.num_sampled
     others = segment.num_tokens - own
     rest = Origin.TOOL if "." in step_id else Origin.PROMPT
-    zeros = (0.0,) * segment.num_tokens
+    zeros = np.zeros(segment.num_tokens)
     return Step(
         id=step_id,
         parent=step_id.rpartition(".")[0] or None,
         depth=step_id.count("."),
-        token_ids=ids,
-        origins=(Origin.POLICY,) * own + (rest,) * others,
-        loss_mask=(True,) * own + (False,) * others,
+        token_ids=np.array(ids),
+        origins=np.repeat([Origin.POLICY, rest], [own, others]),
+        loss_mask=np.repeat([True, False], [own, others]),
         sampling_logprobs=zeros,
         entropies=zeros,
     )
@@ -229,7 +230,7 @@ def prompt_once(trees: Sequence[Tree]) -> list[Tree]:
 
 def _joined(steps: Sequence[Step], step_id: str) -> Step:
     def column(name: str) -> Any:
-        return tuple(value for step in steps for value in getattr(step, name))
+        return np.concatenate([getattr(step, name) for step in steps])
 
     return Step(
         id=step_id,

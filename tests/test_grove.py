@@ -55,7 +55,7 @@ def scripted() -> Callable[..., ScriptedEngine]:
 def tokens(trees: list[Tree]) -> list[Any]:
     """All that was sampled and how it was rated."""
     return [
-        ([step.token_ids for step in tree.steps], [leaf.advantage for leaf in tree.leaves])
+        ([step.token_ids.tolist() for step in tree.steps], [leaf.advantage for leaf in tree.leaves])
         for tree in trees
     ]
 

@@ -129,10 +129,7 @@ def paths(made: Made) -> list[tuple[int, Trajectory]]:
 
 def written(tokenizer: Any, path: Trajectory, origin: Origin) -> list[str]:
     """Text of each step's tokens of one origin."""
-    columns = [
-        [t for t, o in zip(s.token_ids, s.origins, strict=True) if o is origin]
-        for s in path.steps[1:]
-    ]
+    columns = [step.token_ids[step.origins == origin].tolist() for step in path.steps[1:]]
     return [tokenizer.decode(ids) for ids in columns]
 
 
@@ -162,7 +159,7 @@ def test_prompts_are_our_system_prompt_and_the_question(made: Made) -> None:
             assert sentence in before
         assert "\\boxed{...}" in before and "\x08" not in before
         assert rest == f"{clean(path.task.question)}<|im_end|>\n<|im_start|>assistant\n"
-        assert path.steps[0].origins == (Origin.PROMPT,) * len(path.prompt_ids)
+        assert path.steps[0].num_by(Origin.PROMPT) == len(path.prompt_ids)
 
 
 def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
@@ -178,9 +175,9 @@ def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
             assert said.startswith(text) if is_cut else text == said + end
             assert (
                 set(step.origins) <= {Origin.POLICY, Origin.TOOL}
-                and step.loss_mask == step.sampled_mask
+                and step.loss_mask.tolist() == step.sampled_mask.tolist()
             )
-            assert step.sampling_logprobs == tuple(-0.5 * is_own for is_own in step.sampled_mask)
+            assert step.sampling_logprobs.tolist() == (-0.5 * step.sampled_mask).tolist()
         own = [origin is Origin.POLICY for origin in path.origins]
         assert path.sampled_mask == path.loss_mask == own and any(own)
         assert not any(own[: len(path.prompt_ids)])
@@ -294,7 +291,7 @@ def test_records_read_back_equal_and_metrics_agree(made: Made) -> None:
         for tree in trees:
             for step in tree.steps[1:]:
                 assert step.old_logprobs is not None and step.ratios is not None
-                assert replace(step, old_logprobs=None, ratios=None).token_ids == step.token_ids
+                assert replace(step, old_logprobs=None, ratios=None).token_ids is step.token_ids
                 assert all(
                     (r == 1.0 and p == 0.0) or own
                     for r, p, own in zip(

@@ -789,7 +789,7 @@ def loss_words(form: TagsFormat, tree: Tree) -> list[str]:
         form._tokenizer.decode(
             [
                 token
-                for token, carries in zip(step.token_ids, step.loss_mask, strict=True)
+                for token, carries in zip(step.token_ids.tolist(), step.loss_mask, strict=True)
                 if carries
             ]
         )
@@ -815,7 +815,8 @@ def test_the_deciding_token_is_masked_and_nothing_else(
     # two ways on.
     rest = [f"{call} </search>" for call in calls[1:]]
     assert loss_words(form, masked) == ["", f"<search> {calls[0]} </search>", *rest, answer]
-    assert [step.token_ids for step in masked.steps] == [step.token_ids for step in full.steps]
+    for one, other in zip(masked.steps, full.steps, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 @pytest.mark.parametrize(("frac", "share"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
@@ -896,8 +897,9 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
     assert {tree.task.question for tree in batch} == {row["question"] for row in rows}
     tree = batch[0]
     task = next(task for task in world.warmup_tasks(6, 0) if task.question == tree.task.question)
-    assert [step.token_ids for step in tree.steps] == [
-        step.token_ids for step in demonstration_tree(form, task, world.expert(task, 0)).steps
+    assert [step.token_ids.tolist() for step in tree.steps] == [
+        step.token_ids.tolist()
+        for step in demonstration_tree(form, task, world.expert(task, 0)).steps
     ]
     run = start(
         tmp_path,

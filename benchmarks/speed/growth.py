@@ -206,16 +206,17 @@ def planned_tree(plan: TreePlan, prompt: int, text: Sequence[int]) -> Tree:
         count = own + result
         ids = passage(text, count, generator)
         is_root = parent is None
-        origins = ((Origin.PROMPT if is_root else Origin.POLICY),) * own + (Origin.TOOL,) * result
+        own_origin = Origin.PROMPT if is_root else Origin.POLICY
+        origins = np.repeat([own_origin, Origin.TOOL], [own, result])
         return Step(
             id=step_id,
             parent=parent,
             depth=step_id.count("."),
-            token_ids=ids,
+            token_ids=np.array(ids),
             origins=origins,
-            loss_mask=tuple(origin is Origin.POLICY for origin in origins),
-            sampling_logprobs=(0.0,) * count,
-            entropies=(0.0,) * count,
+            loss_mask=origins == Origin.POLICY,
+            sampling_logprobs=np.zeros(count),
+            entropies=np.zeros(count),
         )
 
     def path(parent: str, ordinal: int, planned: PathPlan) -> Iterator[Step]:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.speed.measure import Case, Row, Side, alternate, time_row
 from benchmarks.speed.methods import method_cases
 from benchmarks.speed.peers import ScriptPeer, missing, peer_python
@@ -166,16 +168,16 @@ def group_tree(
     """Returns the tree of a group: a prompt and one step for each completion."""
 
     def step(step_id: str, ids: Sequence[int], completion: Completion | None) -> Step:
-        zeros, is_own = (0.0,) * len(ids), completion is not None
+        zeros, is_own = np.zeros(len(ids)), completion is not None
         return Step(
             id=step_id,
             parent="0" if is_own else None,
             depth=int(is_own),
-            token_ids=tuple(ids),
-            origins=(Origin.POLICY if is_own else Origin.PROMPT,) * len(ids),
-            loss_mask=(is_own,) * len(ids),
-            sampling_logprobs=zeros if completion is None else completion.sampling_logprobs,
-            entropies=zeros if completion is None else completion.entropies,
+            token_ids=np.array(ids),
+            origins=np.full(len(ids), Origin.POLICY if is_own else Origin.PROMPT),
+            loss_mask=np.full(len(ids), is_own),
+            sampling_logprobs=np.array(completion.sampling_logprobs) if completion else zeros,
+            entropies=np.array(completion.entropies) if completion else zeros,
         )
 
     steps = [

@@ -621,7 +621,7 @@ class Session:
             loss = learner.imitate(trees, rate, settings.weight_decay)
             spent = {
                 "warmup/num_loss_tokens": float(
-                    sum(sum(one.loss_mask) for tree in trees for one in tree.steps)
+                    sum(one.num_loss_tokens for tree in trees for one in tree.steps)
                 ),
                 "warmup/num_skipped_steps": float(math.isnan(loss)),
                 "time/warmup_s": time.monotonic() - began,

@@ -204,7 +204,7 @@ def test_without_grafts_the_retrieval_reward_changes_nothing(
     tree: Tree, variant: str, weight: float
 ) -> None:
     steps = [
-        replace(s, origins=tuple(Origin.TOOL if o is Origin.RETRIEVED else o for o in s.origins))
+        replace(s, origins=tuple(Origin.TOOL if o == Origin.RETRIEVED else o for o in s.origins))
         for s in tree.steps
     ]
     plain = replace(tree, steps=tuple(steps))

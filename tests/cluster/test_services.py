@@ -38,7 +38,10 @@ def trees_of(run_dir: Path) -> list[Any]:
     """Each tree's steps: place, tokens, cause; its rewards."""
     return [
         (
-            [(step.id, step.token_ids, step.cause, step.content.calls) for step in tree.steps],
+            [
+                (step.id, step.token_ids.tolist(), step.cause, step.content.calls)
+                for step in tree.steps
+            ],
             [leaf.reward for leaf in tree.leaves],
         )
         for tree in read_trees(run_dir)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tests.support.families import build_model
 from tests.support.slow_learner import example_trees
@@ -102,7 +103,8 @@ def farthest(ours: Sequence[Tree], theirs: Sequence[Tree]) -> float:
     for a, b in zip(ours, theirs, strict=True):
         for x, y in zip(a.steps, b.steps, strict=True):
             for p, q in ((x.old_logprobs, y.old_logprobs), (x.ratios, y.ratios)):
-                gaps += [abs(u - v) for u, v in zip(p or (), q or (), strict=True)]
+                assert (p is None) == (q is None)
+                gaps += [] if p is None else np.abs(p - q).tolist()
     return max(gaps)
 
 

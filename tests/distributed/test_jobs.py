@@ -146,7 +146,7 @@ def trees_of(run_dir: Path) -> list[Any]:
     """Each tree's steps: place, tokens, cause; its rewards."""
     return [
         (
-            [(step.id, step.token_ids, type(step.cause)) for step in tree.steps],
+            [(step.id, step.token_ids.tolist(), type(step.cause)) for step in tree.steps],
             [leaf.reward for leaf in tree.leaves],
         )
         for tree in read_trees(run_dir)

@@ -82,7 +82,7 @@ def test_values_come_back_to_their_steps() -> None:
         step for _, step, _ in found if not all(step.sampled_mask) and any(step.sampled_mask)
     )
     values = [7.0] * sum(step.sampled_mask)
-    assert spread(step, values, 0.5) == tuple(7.0 if m else 0.5 for m in step.sampled_mask)
+    assert spread(step, values, 0.5).tolist() == [7.0 if m else 0.5 for m in step.sampled_mask]
 
 
 @given(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))

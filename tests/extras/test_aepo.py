@@ -49,7 +49,7 @@ def forked() -> Tree:
 
 def factors_of(trees: list[Tree], weight: float) -> dict[str, Any]:
     return {
-        step.id: step.credit_factors
+        step.id: None if step.credit_factors is None else tuple(step.credit_factors.tolist())
         for tree in with_entropy_factors(trees, weight=weight)
         for step in tree.steps
     }
@@ -81,9 +81,7 @@ def test_one_statistic_for_the_whole_batch() -> None:
     alone, both = factors_of([forked()], 0.2), factors_of([forked(), low], 0.2)
     assert alone["0.0"] != both["0.0"]
     turned = with_entropy_factors([low, forked()], weight=0.2)
-    assert {s.id: s.credit_factors for s in turned[1].steps} == {
-        s.id: s.credit_factors for s in with_entropy_factors([forked(), low], weight=0.2)[0].steps
-    }
+    assert turned[1].steps == with_entropy_factors([forked(), low], weight=0.2)[0].steps
 
 
 def test_no_factor_is_negative() -> None:
@@ -290,7 +288,7 @@ def test_a_run_with_a_balanced_budget(tmp_path: Path) -> None:
     assert decided and "branch/unused_frac" not in done.metrics
     # The columns are those of a new computation on the recorded trees.
     assert with_entropy_factors(trees, weight=0.2) == trees
-    assert any(one.credit_factors for tree in trees for one in tree.steps)
+    assert any(one.credit_factors is not None for tree in trees for one in tree.steps)
 
 
 def test_what_does_not_fit_a_balanced_budget() -> None:

@@ -84,9 +84,11 @@ def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
         text = word_tokenizer().decode(list(step.token_ids))
         own = "<think> w5 </think> <search> w7 </search>"
         assert text.split() == f"{own} <result> w7 w2 </result>".split()
-        assert step.origins == (Origin.FORCED,) * 4 + (Origin.POLICY,) * 2 + (Origin.TOOL,) * 4
-        assert step.loss_mask == (False,) * 4 + (True,) * 2 + (False,) * 4
-        assert step.sampling_logprobs == (0.0,) * 4 + (-0.5,) * 2 + (0.0,) * 4
+        assert (
+            step.origins.tolist() == [Origin.FORCED] * 4 + [Origin.POLICY] * 2 + [Origin.TOOL] * 4
+        )
+        assert step.loss_mask.tolist() == [False] * 4 + [True] * 2 + [False] * 4
+        assert step.sampling_logprobs.tolist() == [0.0] * 4 + [-0.5] * 2 + [0.0] * 4
         assert step.origin is Origin.POLICY and step.violation is None
         call = ToolCall("search", "w7")
         assert step.content == StepContent(
@@ -116,13 +118,13 @@ def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
     for path in tree.trajectories():
         before = list(path.steps[0].token_ids)
         for step in path.steps[1:]:
-            forced = step.origins.count(Origin.FORCED)
+            forced = step.num_by(Origin.FORCED)
             given_ids = list(asked[step.id].prefix_ids)
             assert given_ids == before + list(step.token_ids[:forced])
             # The limit is that of the whole path.
             used = len(given_ids) - len(path.steps[0].token_ids)
             assert asked[step.id].sampling.max_new_tokens == 60 - used
-            before += step.token_ids
+            before += step.token_ids.tolist()
 
 
 def test_the_most_uncertain_steps_are_tried_again() -> None:
@@ -264,7 +266,7 @@ def retried(*parts: Part) -> Tree:
     tree = build_tree(Part.of("pp", *parts))
     cause = RetryCause(rule="axpo", beside="0.0")
     steps = [
-        replace(step, cause=cause) if step.origins[0] is Origin.FORCED else step
+        replace(step, cause=cause) if step.origins[0] == Origin.FORCED else step
         for step in tree.steps
     ]
     return replace(tree, steps=tuple(steps))
@@ -406,4 +408,4 @@ def test_two_runs_with_one_seed_are_the_same(tmp_path: Path) -> None:
     for step in again:
         # Ratios are the learner's own: its log-probabilities are those of the engine.
         assert step.old_logprobs is None or step.old_logprobs[0] == 0.0
-        assert step.origins[0] is Origin.FORCED and not step.loss_mask[0]
+        assert step.origins[0] == Origin.FORCED and not step.loss_mask[0]

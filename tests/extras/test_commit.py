@@ -90,7 +90,7 @@ def test_it_goes_on_deeper_until_a_rollout_succeeds() -> None:
     opening = word_tokenizer().encode("<search>")
     for step in retries_of(tree):
         assert list(step.lesson_ids) == opening
-        assert step.origins[: len(opening)] == (Origin.FORCED,) * len(opening)
+        assert step.origins[: len(opening)].tolist() == [Origin.FORCED] * len(opening)
         assert not any(step.loss_mask[: len(opening)])
     assert all(not step.lesson_ids for step in tree.steps if step not in retries_of(tree))
     assert rollout_metrics([tree])["retry/num_places"] == 3
@@ -146,9 +146,9 @@ def test_a_step_that_is_begun_anew_drops_its_thought() -> None:
         tree = grow(grower)
         assert places(tree) == ["0.0.0", "0.0.1.0"], form
         for step in retries_of(tree):
-            forced = [o is Origin.FORCED for o in step.origins].count(True)
+            forced = step.num_by(Origin.FORCED)
             assert words.decode(step.token_ids[:forced]).split() == opening.split()
-            assert step.lesson_ids == step.token_ids[:forced]
+            assert step.lesson_ids == tuple(step.token_ids[:forced].tolist())
             assert step.content.thought == ("w1" if form == "anew" else "w2")
             assert step.content.calls[0].name == "search" and step.violation is None
         # Not a third time: the leaves are used up before the third result.
@@ -282,7 +282,7 @@ def test_the_gradient_of_an_opening_is_that_of_imitation() -> None:
         values.append((metrics["learn/loss"], descent.gradients[0]))
     tree = taught()
     step = next(one for one in tree.steps if one.id == "0.2")
-    prefix = list(tree.steps[0].token_ids)
+    prefix = tree.steps[0].token_ids.tolist()
     logprobs = sequence_logprobs(build_model("llama"), prefix, list(step.lesson_ids))
     expected = -0.5 * 0.75 * logprobs * 0.25 / 2
     assert values[1][0] - values[0][0] == pytest.approx(expected, rel=1e-4)

@@ -74,12 +74,12 @@ def test_a_call_is_preferred_where_it_earned_more() -> None:
     assert [one.rewards for one in found] == [(0.0, 1.0)] * 2
     assert all(one.prefers_call and not one.is_tied for one in found)
     pair = found[0].pair()
-    assert [step.token_ids for step in pair.steps[1:]] == [tuple(call), tuple(answer)]
+    assert [step.token_ids.tolist() for step in pair.steps[1:]] == [list(call), list(answer)]
     before = [token for step in tree.path("0.0") for token in step.token_ids]
     assert list(pair.root.token_ids) == before
     # What was forced carries no loss in the tree itself, and is not imitated.
     for step in retries_of(tree):
-        assert not step.loss_mask[0] and step.origins[0] is Origin.FORCED and not step.lesson_ids
+        assert not step.loss_mask[0] and step.origins[0] == Origin.FORCED and not step.lesson_ids
 
 
 def test_an_answer_is_preferred_where_it_earned_more() -> None:

@@ -38,7 +38,7 @@ def test_an_answer_stands_beside_each_call_that_followed_a_result() -> None:
     assert sorted(places(tree)) == ["0.0.0", "0.0.0.0", "0.1.0", "0.1.0.0"]
     answers = retries_of(tree)
     assert sorted(leaf.reward or 0.0 for leaf in tree.leaves) == [0.0] * 2 + [1.0] * 4
-    assert all(step.origins[0] is Origin.FORCED and not step.loss_mask[0] for step in answers)
+    assert all(step.origins[0] == Origin.FORCED and not step.loss_mask[0] for step in answers)
     # No call is made for them, and no second round follows.
     assert tree.budget.num_tool_calls == 6 and len(tree.leaves) == 6
 

@@ -38,7 +38,7 @@ def test_each_wrong_answer_goes_on_until_it_is_right() -> None:
     assert sorted(leaf.reward or 0.0 for leaf in tree.leaves) == [0.0] * 4 + [1.0] * 2
     opening = word_tokenizer().encode("<search>")
     for step in retries_of(tree):
-        assert step.origins[: len(opening)] == (Origin.FORCED,) * len(opening)
+        assert step.origins[: len(opening)].tolist() == [Origin.FORCED] * len(opening)
         # Not imitated, unlike those of commit branching.
         assert not step.lesson_ids and not any(step.loss_mask[: len(opening)])
     assert sorted(places(continued(5))) == ["0.0", "0.1", "0.2.0"]
@@ -79,7 +79,7 @@ def test_steps_begin_with_the_other_tokens_of_their_group() -> None:
     # Three steps followed a result: a search, and two answers.
     assert len(retries_of(tree)) == 3 and explorer.fill(tree, 99) == Start(0)
     assert all(
-        step.origins[0] is Origin.FORCED and not step.loss_mask[0] for step in retries_of(tree)
+        step.origins[0] == Origin.FORCED and not step.loss_mask[0] for step in retries_of(tree)
     )
 
 

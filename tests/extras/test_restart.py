@@ -604,14 +604,14 @@ def test_law_1_luffys_loss_on_a_whole_trajectory(aggregation: Any) -> None:
     first = {"token-mean": 1 / 10, "sequence-mean": 1 / 6, "sequence-sum": 1 / 21}[aggregation]
     logprobs = plain_scores(twin, own)[0]
     total = first * 0.5 * torch.exp(logprobs - logprobs.detach()).sum()
-    above = list(stored.steps[0].token_ids)
+    above = stored.steps[0].token_ids.tolist()
     for step in stored.steps[1:]:
         ids = torch.tensor([[*above, *step.lesson_ids]])
         rows = torch.log_softmax(twin(input_ids=ids, use_cache=False).logits[0].float(), dim=-1)
         for offset, token in enumerate(step.lesson_ids):
             chance = rows[len(above) + offset - 1, token].exp()
             total = total - whole * 0.5 * chance / (chance + 0.1)
-        above += step.token_ids
+        above += step.token_ids.tolist()
     total.backward()
     assert abs(metrics["learn/loss"] - float(total.detach())) < 1e-6
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5

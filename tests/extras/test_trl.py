@@ -289,7 +289,7 @@ def test_rows_keep_the_places_of_leaves_and_fill_the_group() -> None:
     assert fields["completion_ids"] == [[2], path, path[:3], [2]]
     assert fields["env_mask"] == [[0], [1, 1, 0, 1], [1, 1, 0], [0]]
     assert fields["reward"] == [None, 1.0, -1.0, None]
-    assert fields["prompt_ids"] == [list(trees[0].root.token_ids)] * 4
+    assert fields["prompt_ids"] == [trees[0].root.token_ids.tolist()] * 4
 
 
 def test_rows_without_tokens_of_a_leaf_that_counts() -> None:

@@ -101,7 +101,7 @@ def plain_retrieval_reward(path: Trajectory) -> float:
         if not step.lesson_ids and Origin.RETRIEVED not in step.origins:
             continue
         sides = [
-            [s for s in part if s.sampled_mask.count(True)]
+            [s for s in part if s.num_sampled]
             for part in (path.steps[:place], path.steps[place + 1 :])
         ]
         if not sides[0] or not sides[1]:
@@ -110,8 +110,8 @@ def plain_retrieval_reward(path: Trajectory) -> float:
         for chosen in (sides[0][-1], sides[1][0]):
             own = [
                 h
-                for h, o in zip(chosen.entropies, chosen.origins, strict=True)
-                if o is Origin.POLICY
+                for h, o in zip(chosen.entropies.tolist(), chosen.origins, strict=True)
+                if o == Origin.POLICY
             ]
             means.append(sum(own) / len(own))
         before, after = means
@@ -128,7 +128,7 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
     ]
     num_groups = sum(bool(paths) for paths in live)
     num_weighted_tokens = sum(
-        sum(step.loss_mask.count(True) for step in path.steps) / len(paths)
+        sum(step.num_loss_tokens for step in path.steps) / len(paths)
         for paths in live
         for path in paths
     )
@@ -139,7 +139,7 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
         for path, advantage in zip(paths, advantages, strict=True):
             if path.status is Status.TRUNCATED and not loss.learn_from_truncated:
                 continue
-            length = sum(step.loss_mask.count(True) for step in path.steps)
+            length = sum(step.num_loss_tokens for step in path.steps)
             if not length:
                 continue
             divisor = {
@@ -148,7 +148,7 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
                 "sequence-sum": CONSTANT * num_groups,
             }[loss.aggregation]
             factor = 1 / len(paths) / divisor
-            after_prompt = [origin for step in path.steps[1:] for origin in step.origins]
+            after_prompt = [origin for step in path.steps[1:] for origin in step.origins.tolist()]
             shaping = 1 + loss.shaping_weight * after_prompt.count(Origin.RETRIEVED) / len(
                 after_prompt
             )
@@ -184,7 +184,7 @@ def plain_imitated(
     for place, step in enumerate(path.steps):
         if not step.lesson_ids:
             continue
-        above = [token for s in path.steps[:place] for token in s.token_ids]
+        above = [token for s in path.steps[:place] for token in s.token_ids.tolist()]
         ids = [*above, *step.lesson_ids]
         for logprob in logprobs_of(model, ids, [step.temperature] * len(ids))[len(above) - 1 :]:
             prob = torch.exp(logprob)
@@ -415,7 +415,7 @@ def test_imitated_tokens_are_counted_and_scored() -> None:
         assert ("learn/lesson_logprob" in metrics) == bool(extra)
         # The record holds what was sampled; imitated texts are no part of the tree.
         assert [step.id for step in learned[0].steps] == [step.id for step in trees[0].steps]
-        assert all(o == 0.0 for o in learned[0].steps[2].old_logprobs or (1.0,))
+        assert learned[0].steps[2].old_logprobs.tolist() == [0.0] * learned[0].steps[2].num_tokens
     batch = pack_trees(trees, takes_imitated=True)
     assert batch.imitated is not None
     with torch.no_grad():

@@ -44,21 +44,14 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
     twin = copy.deepcopy(build_model("llama"))
     learned, _ = learner.learn([tree])
     for path in learned[0].trajectories():
-        ours = [
-            v
-            for step in path.steps
-            for v, s in zip(step.old_logprobs or (), step.sampled_mask, strict=True)
-            if s
-        ]
+        ours = [v for step in path.steps for v in step.old_logprobs[step.sampled_mask].tolist()]
         with torch.no_grad():
             torch.testing.assert_close(
                 torch.tensor(ours), plain_scores(twin, path)[0], atol=1e-5, rtol=0
             )
         for step in path.steps:
-            assert all(
-                r == 1.0 for r, s in zip(step.ratios or (), step.sampled_mask, strict=True) if not s
-            )
-    ratios = [r for step in learned[0].steps for r in step.ratios or ()]
+            assert all(step.ratios[~step.sampled_mask] == 1.0)
+    ratios = [r for step in learned[0].steps for r in step.ratios]
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
 
 

@@ -134,7 +134,7 @@ def test_every_path_can_be_read_back(trees: list[Tree]) -> None:
         for leaf in tree.leaves:
             path = next(paths)
             assert path.leaf == leaf
-            full = [step for step in path.steps if step.token_ids][-1]
+            full = [step for step in path.steps if step.num_tokens][-1]
             last = batch.step_offsets[index][full.id] + len(full.token_ids) - 1 - packed.start
             seen = mask[last].nonzero()[:, 0]
             assert ids[seen].tolist() == path.token_ids

@@ -41,9 +41,9 @@ class Table:
 
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         def scored(tree: Tree) -> Tree:
-            (question,) = tree.root.token_ids
+            (question,) = tree.root.token_ids.tolist()
             steps = [
-                replace(step, old_logprobs=(self.scores[question, step.token_ids[0]],))
+                replace(step, old_logprobs=(self.scores[question, int(step.token_ids[0])],))
                 for step in tree.steps[1:]
             ]
             return replace(tree, steps=(tree.root, *steps))
@@ -95,7 +95,7 @@ class Later:
                 replace(
                     step, old_logprobs=tuple(one + 0.5 if one else 0.0 for one in step.old_logprobs)
                 )
-                if step.old_logprobs
+                if step.old_logprobs is not None
                 else step
                 for step in tree.steps
             ]
@@ -159,7 +159,7 @@ class ByText:
             replace(
                 tree,
                 steps=tuple(
-                    replace(step, old_logprobs=tuple(map(score, step.token_ids)))
+                    replace(step, old_logprobs=tuple(map(score, step.token_ids.tolist())))
                     for step in tree.steps
                 ),
             )

@@ -18,7 +18,7 @@ from benchmarks.credit_sign import (
 )
 from tests.support.trees import Part, build_tree
 
-from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
 
 QUESTION = "3x3 player a2 boxes b2 goals c2"
 
@@ -34,7 +34,7 @@ def played(tree: Tree, *moves: str) -> Tree:
                 calls=(ToolCall("move", next(given)),), observations=(Observation(text="seen"),)
             ),
         )
-        if any(origin.name == "TOOL" for origin in step.origins)
+        if step.num_by(Origin.TOOL)
         else step
         for step in tree.steps
     ]

@@ -277,13 +277,11 @@ def test_law_4_only_the_agent_s_turns_carry_loss(kind: str, data: st.DataObject)
     tree = demonstration_tree(form, TASK, contents)
     for step, content in zip(tree.steps[1:], contents, strict=True):
         own = [
-            token for token, carries in zip(step.token_ids, step.loss_mask, strict=True) if carries
+            token
+            for token, carries in zip(step.token_ids.tolist(), step.loss_mask, strict=True)
+            if carries
         ]
-        assert own == [
-            t
-            for t, origin in zip(step.token_ids, step.origins, strict=True)
-            if origin is Origin.POLICY
-        ]
+        assert own == step.token_ids[step.origins == Origin.POLICY].tolist()
         assert own[-1] in ends_of(kind) and not set(own[:-1]) & set(ends_of(kind))
         parsed = form.parse_step(own)
         assert (parsed.violation, replace(parsed.content, observations=content.observations)) == (
@@ -670,7 +668,7 @@ def test_a_scripted_agent_grows_a_whole_tree(kind: str) -> None:
         # Law 5: the second request is the first one's prefix, what was sampled then, and what was
         # appended.
         given_ids = [call.prefix_ids for call in engine.calls if call.noise_key[-1] == last.id]
-        assert given_ids == [tuple(path.prompt_ids) + first.token_ids]
+        assert given_ids == [(*path.prompt_ids, *first.token_ids)]
         assert not any(path.loss_mask[: len(path.prompt_ids)])
     leaves = tuple(replace(leaf, reward=1.0) for leaf in tree.leaves)
     assert hierarchical_reward(trajectories=replace(tree, leaves=leaves).trajectories()) == [

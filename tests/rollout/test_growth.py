@@ -821,4 +821,4 @@ def test_law_5_paths_with_branches_and_grafts_are_what_the_engine_was_given_and_
         for step in path.steps:
             if step.origin is Origin.POLICY:
                 assert list(given[step.id]) == before
-            before += step.token_ids
+            before += step.token_ids.tolist()

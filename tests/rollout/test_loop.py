@@ -113,14 +113,14 @@ def test_a_path_with_a_search_and_an_answer() -> None:
     encode = word_tokenizer().encode
     root, first, last = tree.steps
     assert (tree.group_id, tree.task) == ("4/t/0", TASKS[0])
-    assert root.origins == (Origin.PROMPT,) * len(root.token_ids) and root.content.thought == "w0"
+    assert root.num_by(Origin.PROMPT) == root.num_tokens and root.content.thought == "w0"
     assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0"]
     wrote = encode(SEARCH, add_special_tokens=False)
     assert list(first.token_ids[: len(wrote)]) == wrote
     shown = word_tokenizer().decode(list(first.token_ids[len(wrote) :]))
     assert shown.split() == ["<result>", "w1", "w2", "</result>"]
-    assert first.origins == (Origin.POLICY,) * 3 + (Origin.TOOL,) * 4
-    assert first.loss_mask == (True,) * 3 + (False,) * 4
+    assert first.origins.tolist() == [Origin.POLICY] * 3 + [Origin.TOOL] * 4
+    assert first.loss_mask.tolist() == [True] * 3 + [False] * 4
     assert first.content.calls[0].body == "w1" and first.content.observations[0].text == "w1 w2"
     assert last.token_ids[-1] == word_tokenizer().eos_token_id and all(last.loss_mask)
     leaf = tree.leaves[0]
@@ -225,7 +225,7 @@ def test_a_failing_engine_is_data_on_its_leaf(error: Exception) -> None:
         and leaf.reward is None
         and not leaf.has_loss
     )
-    assert step.token_ids == () and step.stop_reason is StopReason.ERROR
+    assert step.num_tokens == 0 and step.stop_reason is StopReason.ERROR
 
 
 def test_an_unavailable_tool_fails_its_leaf_after_what_was_done() -> None:
@@ -252,7 +252,7 @@ def test_an_unavailable_tool_fails_its_leaf_after_what_was_done() -> None:
     assert tree.leaves[0].status is Status.FAILED and "the index is down" in str(
         tree.leaves[0].error
     )
-    assert tree.steps[1].token_ids and not tree.steps[2].token_ids
+    assert tree.steps[1].num_tokens and not tree.steps[2].num_tokens
     assert grow(other)[0].leaves[0].status is Status.COMPLETED
 
 

@@ -74,10 +74,10 @@ def assert_same_trees(one: Path, other: Path) -> int:
         for tree, twin in zip(found[name], expected[name], strict=True):
             assert [leaf.reward for leaf in tree.leaves] == [leaf.reward for leaf in twin.leaves]
             for step, same in zip(tree.steps, twin.steps, strict=True):
-                assert (step.id, step.parent, step.token_ids) == (
+                assert (step.id, step.parent, step.token_ids.tolist()) == (
                     same.id,
                     same.parent,
-                    same.token_ids,
+                    same.token_ids.tolist(),
                 )
                 assert type(step.cause) is type(same.cause)
                 num_causes += type(step.cause).__name__ in ("BranchCause", "GraftCause")

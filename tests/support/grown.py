@@ -78,10 +78,10 @@ class Grown:
         marks = "rrrr" if isinstance(cause, GraftCause) else "sss" + "tt" * bool(content.calls)
         made = step(name, marks, content, cause or usual)
         first = -same if same else next(self.fresh)
-        ids = (first % 100_003, *made.token_ids[1:])
+        ids = (first % 100_003, *made.token_ids.tolist()[1:])
         # Where a branch was wanted, entropy rose.
         rise = 0.05 + 0.05 * (len(self.steps) % 7) if decision and decision.num_wanted else -0.05
-        sampled = (entropy + rise if entropy else 0.0 for entropy in made.entropies)
+        sampled = (entropy + rise if entropy else 0.0 for entropy in made.entropies.tolist())
         entropies = tuple(sampled) if decision else made.entropies
         self.steps.append(replace(made, token_ids=ids, decision=decision, entropies=entropies))
         return name

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import uvicorn
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from treegraft.core.columns import Column
 from treegraft.core.listener import address_of, listen
 from treegraft.core.types import (
     BranchCause,
@@ -81,18 +83,17 @@ def step(
     numbers = [origins[: n + 1].count(_S) for n in range(len(origins))]
     is_sampled = [origin is _S for origin in origins]
 
-    def column(scale: float, base: float, filler: float) -> tuple[float, ...]:
-        return tuple(
-            base + scale * n if s else filler for n, s in zip(numbers, is_sampled, strict=True)
-        )
+    def column(scale: float, base: float, filler: float) -> Column:
+        pairs = zip(numbers, is_sampled, strict=True)
+        return np.array([base + scale * n if is_own else filler for n, is_own in pairs])
 
     return Step(
         id=step_id,
         parent=step_id.rpartition(".")[0] or None,
         depth=step_id.count("."),
-        token_ids=tuple(2 + (ids + n) % (len(WORDS) - 2) for n in range(len(origins))),
-        origins=origins,
-        loss_mask=tuple(is_sampled),
+        token_ids=np.array([2 + (ids + n) % (len(WORDS) - 2) for n in range(len(origins))]),
+        origins=np.array(origins),
+        loss_mask=np.array(is_sampled),
         sampling_logprobs=column(-0.1, 0.0, 0.0),
         entropies=column(0.1, 0.0, 0.0),
         old_logprobs=column(-0.1, 0.0, 0.0) if learned else None,

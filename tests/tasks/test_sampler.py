@@ -380,7 +380,7 @@ def test_law_6_a_run_by_difficulty_resumes_between_two_reference_sets(tmp_path: 
         others = [tree for tree in trees if not tree.group_id.startswith(prefix)]
         assert len(references) == line.get("sampler/num_references", 0)
         # Nothing is learned from them.
-        assert not any(step.old_logprobs for tree in references for step in tree.steps)
+        assert not any(step.old_logprobs is not None for tree in references for step in tree.steps)
         calls = sum(tree.budget.num_tool_calls for tree in trees)
         assert line["rollout/num_tool_calls"] == calls
         dealt += [tree.task.id for tree in others]

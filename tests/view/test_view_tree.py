@@ -265,7 +265,7 @@ def test_damaged_settings_leave_the_default(config: dict[str, Any]) -> None:
 def test_equal_tokens_have_one_number() -> None:
     tree = flat()
     numbers = content_numbers(tree)
-    by_tokens = {(one.token_ids, one.origins) for one in tree.steps}
+    by_tokens = {(tuple(one.token_ids), tuple(one.origins)) for one in tree.steps}
     assert len(set(numbers.values())) == len(by_tokens) < len(tree.steps)
     assert numbers["0.0"] == numbers["0.12"] != numbers["0.13"]
     # A graft with the tokens of a step of the policy is not that step.

@@ -132,7 +132,7 @@ def assign_credit(
             has_loss=is_taught and path.status.rule.has_loss,
         )
     steps = [
-        step if step.advantage == value else step.changed(advantage=value)
+        step if step.advantage == value else replace(step, advantage=value)
         for step, value in zip(tree.steps, shared, strict=True)
     ]
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
@@ -212,7 +212,7 @@ def batch_outcomes(
     values = iter(
         whitened(
             [[path.leaf.reward or 0.0 for path in group] for group in groups],
-            [[sum(sum(s.loss_mask) for s in path.steps) for path in group] for group in groups],
+            [[sum(s.num_loss_tokens for s in path.steps) for path in group] for group in groups],
             has_baseline=has_baseline,
         )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
 from statistics import fmean
 from typing import get_args, overload
 
@@ -197,8 +196,7 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     the engine knew no more than its top k tokens.
     """
     entropies = [
-        [fmean(compress(step.entropies, step.sampled_mask)) for step in pair]
-        for pair in graft_neighbours(path.steps)
+        [fmean(step.sampled_entropies) for step in pair] for pair in graft_neighbours(path.steps)
     ]
     rewards = [retrieval_reward(before, after, variant=variant) for before, after in entropies]
     return fmean(rewards) if rewards else 0.0
@@ -212,5 +210,6 @@ def path_retrieved_frac(path: Trajectory) -> float:
     """
     # Stored steps that the rollout began below are history, as the prompt is.
     after = [step for step in path.steps[1:] if not isinstance(step.cause, StoredCause)]
-    origins = [origin for step in after for origin in step.origins]
-    return origins.count(Origin.RETRIEVED) / len(origins) if origins else 0.0
+    num_tokens = sum(step.num_tokens for step in after)
+    num_retrieved = sum(step.num_by(Origin.RETRIEVED) for step in after)
+    return num_retrieved / num_tokens if num_tokens else 0.0

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.interfaces import Span, TaskSource
 from treegraft.core.text import describe
@@ -74,16 +76,17 @@ def tree_of_paths(
 
 def plain_step(step_id: str, parent: str | None, written: Written) -> Step:
     """Returns a step without log-probabilities and entropies: zeros stand for them."""
-    token_ids = tuple(token for ids, _ in written.spans for token in ids)
+    token_ids = np.array([token for ids, _ in written.spans for token in ids])
+    none = np.full(len(token_ids), False)
     # Nobody sampled these tokens here, and their own scores are not known.
-    zeros = (0.0,) * len(token_ids)
+    zeros = np.zeros(len(token_ids))
     return Step(
         id=step_id,
         parent=parent,
         depth=step_id.count("."),
         token_ids=token_ids,
-        origins=tuple(origin for ids, origin in written.spans for _ in ids),
-        loss_mask=(False,) * len(token_ids) if written.loss_mask is None else written.loss_mask,
+        origins=np.array([origin for ids, origin in written.spans for _ in ids]),
+        loss_mask=none if written.loss_mask is None else np.array(written.loss_mask, np.bool_),
         sampling_logprobs=zeros,
         entropies=zeros,
         content=written.content,

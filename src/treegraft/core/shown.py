@@ -22,7 +22,7 @@ class ShownStep:
     __slots__ = ()
 
     def __repr__(self: Any) -> str:
-        size = f"{len(self.token_ids)} tokens"
+        size = f"{self.num_tokens} tokens"
         return f"<Step {self.id} by {self.origin.name.lower()}: {size}, {self.content!r:.99}>"
 
 

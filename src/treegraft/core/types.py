@@ -16,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
+
+from treegraft.core.columns import Column, is_same, pack_columns
 from treegraft.core.columns import Origin as Origin
-from treegraft.core.columns import Runs, copied, kept, mask_of, num_sampled, numbers, packed
 from treegraft.core.shown import ShownStep, ShownTrajectory, ShownTree
 
 ROOT_ID = "0"
@@ -396,12 +398,15 @@ class RetryCause:
 
 _Sampled = StartCause | ContinuationCause | BranchCause | RestartCause | RetryCause
 Cause = _Sampled | GraftCause | StoredCause
+_ORIGINS = tuple(Origin)
 
 
-@packed
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Step(ShownStep):
     """One thought, action and observation; the root holds the prompt.
+
+    Its columns are read-only numpy arrays; a sequence of numbers that a step is made of becomes
+    one. `dataclasses.replace` makes a changed copy, which shares the other columns.
 
     Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9),
          origins=(POLICY, POLICY, POLICY, TOOL), loss_mask=(True, True, True, False),
@@ -414,15 +419,17 @@ class Step(ShownStep):
     """None for the root alone."""
     depth: int
     """Steps above it on its path; 0 for the root."""
-    token_ids: tuple[int, ...]
-    """[tokens] of this step only; a path's tokens are the concatenation."""
-    origins: tuple[Origin, ...]
-    """[tokens]"""
-    loss_mask: tuple[bool, ...]
-    """[tokens] a decision: True needs origin POLICY."""
-    sampling_logprobs: tuple[float, ...]
-    """[tokens] of the engine when it sampled; 0.0 where the token was not sampled."""
-    entropies: tuple[float, ...]
+    token_ids: Column
+    """[tokens] int32, or int64 if one needs it. Of this step only; a path's tokens are the
+    concatenation."""
+    origins: Column
+    """[tokens] int8. `Origin(step.origins[0])` is the first token's."""
+    loss_mask: Column
+    """[tokens] bool, a decision: True needs origin POLICY."""
+    sampling_logprobs: Column
+    """[tokens] float32, or float64 if one needs it, as all scores. Of the engine when it sampled;
+    0.0 where the token was not sampled."""
+    entropies: Column
     """[tokens] nats, of the distribution the token was drawn from; 0.0 where it was not sampled."""
     entropy_kind: EntropyKind = EntropyKind.EXACT
     temperature: float = 1.0
@@ -447,48 +454,71 @@ class Step(ShownStep):
     advantage: float | None = None
     """The advantage of its tokens on every trajectory (hard attribution); None: on each trajectory
     that one's own."""
-    credit_factors: tuple[float, ...] | None = None
+    credit_factors: Column | None = None
     """[tokens] factors of the advantage, token by token, on every trajectory (AEPO); 1.0 where not
     sampled; None: 1 everywhere."""
-    old_logprobs: tuple[float, ...] | None = None
+    old_logprobs: Column | None = None
     """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when
     not learned from."""
-    ratios: tuple[float, ...] | None = None
+    ratios: Column | None = None
     """[tokens] new / old probability in the last optimiser step that saw it, 1.0 where not sampled;
     None as above."""
 
-    def changed(self, **fields: Any) -> Step:
-        """Returns the step with other fields, as `dataclasses.replace` does, without packing its
-        columns anew; for all fields but `token_ids`, `origins` and `loss_mask`."""
-        return copied(self, fields)
+    def __post_init__(self) -> None:
+        pack_columns(self)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Step):
+            return NotImplemented
+        names = (one.name for one in fields(self))
+        return all(is_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.parent, self.token_ids.tobytes()))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of this step."""
-        return len(numbers(kept(self, "token_ids")))
+        return len(self.token_ids)
 
     @property
-    def sampled_mask(self) -> tuple[bool, ...]:
+    def sampled_mask(self) -> Column:
         """[tokens] True where the policy sampled the token."""
-        return mask_of(kept(self, "origins"))
+        mask: Column = self.origins == Origin.POLICY
+        return mask
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return num_sampled(kept(self, "origins"))
+        return self.num_by(Origin.POLICY)
+
+    def num_by(self, origin: Origin) -> int:
+        """Returns the number of tokens that one author wrote."""
+        return int(np.count_nonzero(self.origins == origin))
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def sampled_entropies(self) -> list[float]:
+        """The entropies of the tokens that the policy sampled, in nats."""
+        entropies: list[float] = self.entropies[self.sampled_mask].tolist()
+        return entropies
 
     @property
     def origin(self) -> Origin:
         """Who wrote the step: that of its first token behind a forced opening (a policy step also
         holds its tools' results)."""
-        runs: Runs = kept(self, "origins")
-        return next((one for one, _ in runs if one is not Origin.FORCED), Origin.FORCED)
+        written = self.origins[self.origins != Origin.FORCED]
+        return Origin(written[0]) if written.size else Origin.FORCED
 
     @property
     def written_ids(self) -> tuple[int, ...]:
         """[tokens] those that the policy sampled, with the forced opening before them."""
-        own = zip(self.token_ids, self.origins, strict=True)
-        return tuple(token for token, by in own if by in (Origin.POLICY, Origin.FORCED))
+        is_written = self.sampled_mask | (self.origins == Origin.FORCED)
+        return tuple(self.token_ids[is_written].tolist())
 
     def advantage_below(self, leaf: Leaf) -> float:
         """Returns the advantage of its tokens on the trajectory that ends in `leaf`, without
@@ -729,43 +759,47 @@ class Trajectory(ShownTrajectory):
     def num_loss_tokens(self) -> int:
         """|y|, the loss tokens of the whole path; of a stored trajectory, those that its agent
         wrote."""
-        return sum(len(s.lesson_ids) if self.is_stored else sum(s.loss_mask) for s in self.steps)
+        if self.is_stored:
+            return sum(len(step.lesson_ids) for step in self.steps)
+        return sum(step.num_loss_tokens for step in self.steps)
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for step in self.steps for token in step.token_ids]
+        return [token for step in self.steps for token in step.token_ids.tolist()]
 
     @property
     def prompt_ids(self) -> list[int]:
-        return list(self.steps[0].token_ids)
+        ids: list[int] = self.steps[0].token_ids.tolist()
+        return ids
 
     @property
     def completion_ids(self) -> list[int]:
-        return [token for step in self.steps[1:] for token in step.token_ids]
+        return [token for step in self.steps[1:] for token in step.token_ids.tolist()]
 
     @property
     def origins(self) -> list[Origin]:
-        return [origin for step in self.steps for origin in step.origins]
+        return [_ORIGINS[one] for step in self.steps for one in step.origins.tolist()]
 
     @property
     def sampled_mask(self) -> list[bool]:
-        return [origin is Origin.POLICY for origin in self.origins]
+        return [one for step in self.steps for one in step.sampled_mask.tolist()]
 
     @property
     def loss_mask(self) -> list[bool]:
-        return [self.leaf.has_loss and carries for step in self.steps for carries in step.loss_mask]
+        has_loss = self.leaf.has_loss
+        return [has_loss and one for step in self.steps for one in step.loss_mask.tolist()]
 
     @property
     def sampling_logprobs(self) -> list[float]:
         """0.0 where the token was not sampled."""
-        return [value for step in self.steps for value in step.sampling_logprobs]
+        return [value for step in self.steps for value in step.sampling_logprobs.tolist()]
 
     logprobs = sampling_logprobs
     """Alias of `sampling_logprobs`."""
 
     @property
     def entropies(self) -> list[float]:
-        return [value for step in self.steps for value in step.entropies]
+        return [value for step in self.steps for value in step.entropies.tolist()]
 
     @property
     def token_advantages(self) -> list[float]:
@@ -773,9 +807,12 @@ class Trajectory(ShownTrajectory):
         leaf's, times the token's credit factor; 0.0 where not sampled, and before credit."""
         advantages: list[float] = []
         for step in self.steps:
-            own, factors = step.advantage_below(self.leaf), step.credit_factors
-            for place, is_sampled in enumerate(step.sampled_mask):
-                advantages.append(own * (factors[place] if factors else 1.0) if is_sampled else 0.0)
+            own = step.advantage_below(self.leaf)
+            factors = [1.0] * step.num_tokens
+            if step.credit_factors is not None:
+                factors = step.credit_factors.tolist()
+            for factor, is_sampled in zip(factors, step.sampled_mask.tolist(), strict=True):
+                advantages.append(own * factor if is_sampled else 0.0)
         return advantages
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -61,5 +60,4 @@ class EntropyBranching(Independent):
         return Branch(own.num_branches if probability > bar else 0, cause)
 
     def _first_entropies(self, step: Step) -> list[float]:
-        sampled = itertools.compress(step.entropies, step.sampled_mask)
-        return list(itertools.islice(sampled, self._settings.probe_tokens))
+        return step.sampled_entropies[: self._settings.probe_tokens]

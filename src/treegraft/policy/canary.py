@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import LogprobScorer, NoiseKey
 from treegraft.core.types import (
@@ -132,7 +134,7 @@ def canary_gaps(
             for number, one in enumerate(completions)
             for ours, theirs in zip(
                 one.sampling_logprobs,
-                scored[number, one.token_ids].steps[1].old_logprobs or (),
+                _scores(scored[number, one.token_ids].steps[1]),
                 strict=True,
             )
         ]
@@ -141,17 +143,22 @@ def canary_gaps(
     return gaps
 
 
+def _scores(step: Step) -> list[float]:
+    scores: list[float] = [] if step.old_logprobs is None else step.old_logprobs.tolist()
+    return scores
+
+
 def _tree(number: int, completion: Completion) -> Tree:
     """The completion of a canary prompt as a tree of one step."""
     prompt = PROMPTS[number]
-    count, zeros = len(completion.token_ids), (0.0,) * len(prompt)
+    count, zeros = len(completion.token_ids), np.zeros(len(prompt))
     root = Step(
         id=ROOT_ID,
         parent=None,
         depth=0,
-        token_ids=prompt,
-        origins=(Origin.PROMPT,) * len(prompt),
-        loss_mask=(False,) * len(prompt),
+        token_ids=np.array(prompt),
+        origins=np.full(len(prompt), Origin.PROMPT),
+        loss_mask=np.full(len(prompt), False),
         sampling_logprobs=zeros,
         entropies=zeros,
     )
@@ -159,11 +166,11 @@ def _tree(number: int, completion: Completion) -> Tree:
         id=f"{ROOT_ID}.0",
         parent=ROOT_ID,
         depth=1,
-        token_ids=completion.token_ids,
-        origins=(Origin.POLICY,) * count,
-        loss_mask=(True,) * count,
-        sampling_logprobs=completion.sampling_logprobs,
-        entropies=completion.entropies,
+        token_ids=np.array(completion.token_ids),
+        origins=np.full(count, Origin.POLICY),
+        loss_mask=np.full(count, True),
+        sampling_logprobs=np.array(completion.sampling_logprobs),
+        entropies=np.array(completion.entropies),
         temperature=CANARY_SAMPLING.temperature,
     )
     leaf = Leaf(step_id=step.id, status=Status.COMPLETED)

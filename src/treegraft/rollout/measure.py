@@ -69,7 +69,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": (
-            sum(step.origins.count(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
+            sum(step.num_by(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
             / max(1, num_tokens)
         ),
         "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),

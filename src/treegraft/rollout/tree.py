@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from treegraft.core.columns import Column
 from treegraft.core.sessions import Point, Session
 from treegraft.core.types import (
     ROOT_ID,
@@ -97,11 +100,11 @@ class OpenTree:
             id=ROOT_ID,
             parent=None,
             depth=0,
-            token_ids=self.prompt_ids,
-            origins=(Origin.PROMPT,) * count,
-            loss_mask=(False,) * count,
-            sampling_logprobs=(0.0,) * count,
-            entropies=(0.0,) * count,
+            token_ids=np.array(self.prompt_ids),
+            origins=np.full(count, Origin.PROMPT),
+            loss_mask=np.full(count, False),
+            sampling_logprobs=np.zeros(count),
+            entropies=np.zeros(count),
             content=StepContent(thought=self.task.question),
         )
 
@@ -136,17 +139,15 @@ class OpenTree:
         """Appends a sampled step with its results, behind the path's opening, and moves the path
         below it."""
         opening, path.opening = path.opening, ()
-        num_sampled, forced = len(completion.token_ids), (0.0,) * len(opening)
-        unscored = (0.0,) * len(observation_ids)
+        counts = [len(opening), len(completion.token_ids), len(observation_ids)]
+        forced, unscored = (0.0,) * len(opening), (0.0,) * len(observation_ids)
         self._append(
             step_id,
             path,
             (*opening, *completion.token_ids, *observation_ids),
-            (Origin.FORCED,) * len(opening)
-            + (Origin.POLICY,) * num_sampled
-            + (Origin.TOOL,) * len(observation_ids),
-            sampling_logprobs=forced + completion.sampling_logprobs + unscored,
-            entropies=forced + completion.entropies + unscored,
+            np.repeat([Origin.FORCED, Origin.POLICY, Origin.TOOL], counts),
+            sampling_logprobs=np.array(forced + completion.sampling_logprobs + unscored),
+            entropies=np.array(forced + completion.entropies + unscored),
             entropy_kind=completion.entropy_kind,
             temperature=temperature,
             content=content,
@@ -158,7 +159,7 @@ class OpenTree:
         )
         path.num_sampled += 1
         path.after = Origin.POLICY
-        self.budget.spend(num_sampled_tokens=num_sampled)
+        self.budget.spend(num_sampled_tokens=len(completion.token_ids))
 
     def add_graft(
         self,
@@ -179,7 +180,7 @@ class OpenTree:
             step_id,
             path,
             token_ids,
-            (Origin.RETRIEVED,) * len(token_ids),
+            np.full(len(token_ids), Origin.RETRIEVED),
             temperature=temperature,
             content=content,
             cause=cause,
@@ -213,19 +214,19 @@ class OpenTree:
         step_id: str,
         path: OpenPath,
         token_ids: tuple[int, ...],
-        origins: tuple[Origin, ...],
+        origins: Column,
         **fields: Any,
     ) -> None:
         """Adds a step below the path and moves the path below it; scores that are not among
         `fields` are 0."""
-        unscored = (0.0,) * len(token_ids)
+        unscored = np.zeros(len(token_ids))
         self._steps[step_id] = Step(
             id=step_id,
             parent=path.parent,
             depth=path.num_steps + 1,
-            token_ids=token_ids,
+            token_ids=np.array(token_ids),
             origins=origins,
-            loss_mask=tuple(origin is Origin.POLICY for origin in origins),
+            loss_mask=origins == Origin.POLICY,
             **({"sampling_logprobs": unscored, "entropies": unscored} | fields),
         )
         path.parent = step_id
@@ -262,7 +263,7 @@ class OpenTree:
                 step_id,
                 path,
                 (),
-                (),
+                np.zeros(0),
                 stop_reason=StopReason.ERROR,
                 policy_version=policy_version,
                 cause=cause or _own_cause(path),
@@ -286,7 +287,7 @@ class OpenTree:
         for number, step in enumerate(steps):
             if decision := self._decisions.get(step.id):
                 decision = replace(decision, num_opened=branched[step.parent])
-                steps[number] = step.changed(decision=decision)
+                steps[number] = replace(step, decision=decision)
         return Tree(
             task=self.task,
             group_id=self.group_id,

@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, groupby, repeat
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
-from treegraft.core.columns import FILLERS, filled, kept, num_sampled, sampled_scores
+import numpy as np
+
+from treegraft.core.columns import FILLERS, Column
 from treegraft.core.errors import DataError
 from treegraft.core.files import parse_json
 from treegraft.core.steps import observation_from
@@ -39,7 +41,6 @@ CAUSES: Mapping[str, type[Any]] = {
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors that parsing a damaged line may raise."""
-T = TypeVar("T")
 _MOST_SHARED = 256
 """Longest text that trees share, in characters: thousands are kept, also when no tree has them."""
 
@@ -100,9 +101,9 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "id": step.id,
         "parent": step.parent,
         "depth": step.depth,
-        "token_ids": step.token_ids,
-        "origins": [[int(origin), count] for origin, count in kept(step, "origins")],
-        "loss_mask": _runs(step.loss_mask),
+        "token_ids": step.token_ids.tolist(),
+        "origins": _runs(step.origins.tolist()),
+        "loss_mask": _runs(step.loss_mask.tolist()),
         "entropy_kind": step.entropy_kind,
         "temperature": step.temperature,
         "content": asdict(step.content),
@@ -116,7 +117,8 @@ def step_to_dict(step: Step) -> dict[str, Any]:
     }
     # Prompts, results and grafts are most of the tokens; their fillers would double the file.
     for name in FILLERS:
-        data[name] = sampled_scores(step, name)
+        column = getattr(step, name)
+        data[name] = None if column is None else column[step.sampled_mask].tolist()
     # Without factors a step is written as before there were any.
     if step.credit_factors is None:
         del data["credit_factors"]
@@ -169,28 +171,45 @@ def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
-    """[[1, 3], [2, 1]] -> (1, 1, 1, 2), each value made a `kind`."""
-    return tuple(chain.from_iterable(repeat(kind(value), count) for value, count in runs))
+def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], int]) -> list[int]:
+    """[[1, 3], [2, 1]] -> [1, 1, 1, 2], each value made a `kind`."""
+    return [*chain.from_iterable(repeat(kind(value), count) for value, count in runs)]
+
+
+def _columns_from_dict(data: dict[str, Any]) -> dict[str, Column | None]:
+    """Takes the columns of a step out of its data."""
+    num_tokens = len(data["token_ids"])
+    runs = {"origins": data.pop("origins"), "loss_mask": data.pop("loss_mask")}
+    for name, found in runs.items():
+        # Before they are expanded: a damaged count would fill the memory.
+        if sum(count for _, count in found) != num_tokens:
+            raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
+    origins = np.array(_expanded(runs["origins"], Origin), np.int8)
+    is_sampled = origins == Origin.POLICY
+    columns: dict[str, Column | None] = {
+        "token_ids": np.array(data.pop("token_ids")),
+        "origins": origins,
+        "loss_mask": np.array(_expanded(runs["loss_mask"], bool), np.bool_),
+    }
+    for name, filler in FILLERS.items():
+        # The first versions recorded no factors.
+        values = data.pop(name, None) if name == "credit_factors" else data.pop(name)
+        column = np.full(num_tokens, filler)
+        if values is not None:
+            if len(values) != np.count_nonzero(is_sampled):
+                raise ValueError(
+                    f"step '{data['id']}': {name} has {len(values)} entries for"
+                    f" {np.count_nonzero(is_sampled)} sampled tokens"
+                )
+            column[is_sampled] = values
+        # A file of another program may lack scores that a step always has.
+        is_there = values is not None or name in ("sampling_logprobs", "entropies")
+        columns[name] = column if is_there else None
+    return columns
 
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
-    runs = tuple((Origin(value), count) for value, count in data.pop("origins"))
-    for name, found in (("origins", runs), ("loss_mask", data["loss_mask"])):
-        # Before they are expanded: a damaged count would fill the memory.
-        if sum(count for _, count in found) != len(data["token_ids"]):
-            raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
-    count = num_sampled(runs)
-    columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(FILLERS)
-    for name in FILLERS:
-        values = data.pop("credit_factors", None) if name == "credit_factors" else data.pop(name)
-        if values is None:
-            continue
-        if len(values) != count:
-            raise ValueError(
-                f"step '{data['id']}': {name} has {len(values)} entries for {count} sampled tokens"
-            )
-        columns[name] = filled(values, runs, name)
+    columns = _columns_from_dict(data)
     content, cause = _shared(data.pop("content")), data.pop("cause")
     # The first versions recorded neither decisions nor lesson_ids.
     decision = data.pop("decision", None)
@@ -201,10 +220,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
         **{
             **_shared(data),
             **columns,
-            "token_ids": tuple(data["token_ids"]),
             "lesson_ids": tuple(data.get("lesson_ids", ())),
-            "origins": _expanded(runs, Origin),
-            "loss_mask": _expanded(data["loss_mask"], bool),
             "entropy_kind": EntropyKind(data["entropy_kind"]),
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(

@@ -128,8 +128,8 @@ def completion_messages(trajectory: Trajectory, written_text: WrittenText) -> li
 
 
 def _sampled(step: Step) -> list[int]:
-    pairs = zip(step.token_ids, step.origins, strict=True)
-    return [token for token, origin in pairs if origin is Origin.POLICY]
+    ids: list[int] = step.token_ids[step.sampled_mask].tolist()
+    return ids
 
 
 def _own_texts(trajectory: Trajectory, written_text: WrittenText) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import compress, islice
 from statistics import fmean
 from typing import Any
 
@@ -55,7 +54,7 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def _first(step: Step, count: int) -> list[float]:
-    return list(islice(compress(step.entropies, step.sampled_mask), count))
+    return step.sampled_entropies[:count]
 
 
 def _compared(now: list[float], then: list[float]) -> dict[str, Any] | None:
@@ -69,8 +68,9 @@ def _compared(now: list[float], then: list[float]) -> dict[str, Any] | None:
 def content_numbers(tree: Tree) -> dict[str, int]:
     """Returns for each step a number that it shares with the steps of the same tokens by the same
     authors."""
-    numbers: dict[tuple[object, ...], int] = {}
-    return {
-        step.id: numbers.setdefault((step.token_ids, step.origins), len(numbers))
-        for step in tree.steps
-    }
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    found = {}
+    for step in tree.steps:
+        key = (step.token_ids.tobytes(), step.origins.tobytes())
+        found[step.id] = numbers.setdefault(key, len(numbers))
+    return found

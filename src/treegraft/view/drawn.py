@@ -207,4 +207,4 @@ def _parts(step: Step) -> Iterator[str]:
         yield f"violation: {step.violation}"
     if text := unread(step, None):
         yield text
-    yield f"{step.num_tokens} tokens, {sum(step.loss_mask)} with loss"
+    yield f"{step.num_tokens} tokens, {step.num_loss_tokens} with loss"

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.columns import FILLERS
+from treegraft.core.columns import FILLERS, Origin
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, StoredCause, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.tree_json import step_to_dict
@@ -120,14 +119,14 @@ def _advantage_below(leaves: Sequence[Leaf], step_id: str) -> float | None:
 def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
     data = step_to_dict(step)
     entropies, ratios = data["entropies"], data["ratios"]
-    num_loss = sum(step.loss_mask)
+    num_loss = step.num_loss_tokens
     is_hard = step.advantage is not None
     # Numbers in place of tokens: a large tree would be a page of many megabytes.
     return {name: data[name] for name in _STEP_FIELDS} | {
         "num_tokens": step.num_tokens,
         "num_lesson": len(step.lesson_ids),
         "num_loss": num_loss,
-        "origins": dict(Counter(origin.name.lower() for origin in step.origins)),
+        "origins": dict(Counter(Origin(one).name.lower() for one in step.origins.tolist())),
         "origin": step.origin.name.lower(),
         "entropy_mean": fmean(entropies) if entropies else None,
         "entropy_max": max(entropies, default=None),
@@ -149,7 +148,7 @@ def spell_unread(
         one = step.content
         is_empty = not (one.thought or one.calls or one.observations or one.answer)
         if step.violation is not None or is_empty:
-            row["wrote"] = decode(step.token_ids)
+            row["wrote"] = decode(step.token_ids.tolist())
 
 
 def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -173,11 +172,7 @@ def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """
     paths = tree.trajectories()
     # Step id -> mean entropy in nats, of the steps with sampled tokens.
-    entropy = {
-        step.id: fmean(values)
-        for step in tree.steps
-        if (values := list(compress(step.entropies, step.sampled_mask)))
-    }
+    entropy = {step.id: fmean(values) for step in tree.steps if (values := step.sampled_entropies)}
     numbers, changes = content_numbers(tree), entropy_changes(tree, config or {})
     steps = [
         _drawn_step(step, tree.leaves)

@@ -71,20 +71,21 @@ def _nodes(path: Trajectory, when: float) -> Iterator[dict[str, Any]]:
     credits, place = path.token_advantages, len(path.prompt_ids)
     for step in path.steps[1:]:
         size, cut = step.num_tokens, _end_of_own(step)
-        mask = [bool(one) for one in step.loss_mask[:cut]]
+        ids, mask = step.token_ids.tolist(), step.loss_mask[:cut].tolist()
         taken = [n for n, one in enumerate(mask) if one]
+        logprobs = step.sampling_logprobs.tolist()
         yield node(
             _message(written(step)),
-            step.token_ids[:cut],
+            ids[:cut],
             sampled=step.num_sampled > 0,
             mask=mask,
-            logprobs=[step.sampling_logprobs[n] for n in taken],
+            logprobs=[logprobs[n] for n in taken],
             advantages=[credits[place + n] for n in taken] if taken else None,
         )
-        rest = step.token_ids[cut:]
+        rest = ids[cut:]
         for message in results(step):
             yield node(message, rest)
-            rest = ()
+            rest = []
         place += size
 
 
@@ -92,8 +93,8 @@ def _end_of_own(step: Step) -> int:
     """Where results of tools begin among the tokens of a step."""
     if not step.content.observations:
         return step.num_tokens
-    places = (n for n, origin in enumerate(step.origins) if origin is Origin.TOOL)
-    return next(places, step.num_tokens)
+    is_result = step.origins == Origin.TOOL
+    return int(is_result.argmax()) if is_result.any() else step.num_tokens
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -58,22 +58,20 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
             for step in path.steps if path.leaf.has_loss else ():
                 below[step.id] += 1
         for step in tree.steps:
-            values += step.entropies
-            counts += (below[step.id] if carries else 0 for carries in step.loss_mask)
+            values += step.entropies.tolist()
+            counts += (below[step.id] * step.loss_mask).tolist()
     scores = standardised(np.asarray(values, np.float64), np.asarray(counts, np.float64))
-    factors = iter(np.maximum(0.0, 1.0 + weight * scores).tolist())
-    found = []
+    factors = np.maximum(0.0, 1.0 + weight * scores)
+    found, place = [], 0
     for tree in trees:
         steps = []
         for step in tree.steps:
-            own = [next(factors) for _ in step.token_ids]
-            carried = tuple(
-                factor if carries else 1.0
-                for factor, carries in zip(own, step.loss_mask, strict=True)
-            )
+            own = factors[place : place + step.num_tokens]
+            place += step.num_tokens
+            column = np.where(step.loss_mask, own, 1.0)
             # None where every factor is 1: nothing to record.
-            column = carried if any(one != 1.0 for one in carried) else None
-            steps.append(replace(step, credit_factors=column))
+            is_recorded = bool((column != 1.0).any())
+            steps.append(replace(step, credit_factors=column if is_recorded else None))
         found.append(replace(tree, steps=tuple(steps)))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
 from typing import Any
 
 from treegraft import Origin, Tree
@@ -56,7 +55,7 @@ def _scored(tree: Tree) -> Iterator[tuple[float, str]]:
     """The peak of each step that follows a result, with the step above it."""
     for path in tree.trajectories():
         steps = [step for step in path.steps[1:] if step.origin is Origin.POLICY]
-        values = [list(compress(step.entropies, step.sampled_mask)) for step in steps]
+        values = [step.sampled_entropies for step in steps]
         for score, step in zip(peaks(values)[1:], steps[1:], strict=True):
             above = next(one for one in path.steps if one.id == step.parent)
             if above.origin is Origin.POLICY and step.num_sampled:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
 from statistics import fmean
 from typing import Any, Literal
 
@@ -112,7 +111,7 @@ class Axpo(Independent):
 
 
 def _uncertainty(step: Step) -> float:
-    return fmean(compress(step.entropies, step.sampled_mask))
+    return fmean(step.sampled_entropies)
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:

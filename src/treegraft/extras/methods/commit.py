@@ -4,7 +4,7 @@ place of answers, deeper and deeper, until one succeeds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress, islice
+from itertools import islice
 from statistics import fmean
 from typing import Literal
 
@@ -172,7 +172,7 @@ def _has_answered(path: Trajectory) -> bool:
 
 
 def _uncertainty(step: Step) -> float:
-    return fmean(compress(step.entropies, step.sampled_mask))
+    return fmean(step.sampled_entropies)
 
 
 plugin = Plugin(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,12 +45,12 @@ class Decision:
         """Returns a tree of two paths: all that stands before the token, then the preferred token,
         and the rejected one."""
         above = self.tree.path(self.step.id)[:-1]
-        before = [token for step in above for token in step.token_ids]
-        root = _step("0", (*before, *self.step.token_ids[: self.place]), Origin.PROMPT)
+        before = [*(step.token_ids for step in above), self.step.token_ids[: self.place]]
+        root = _step("0", np.concatenate(before), Origin.PROMPT)
         best = self.sides if self.rewards[0] > self.rewards[1] else self.sides[::-1]
         # As the policy would write them: these trees are never recorded.
         steps = [
-            _step(f"0.{n}", (token,), Origin.POLICY, self.step.temperature)
+            _step(f"0.{n}", np.array([token]), Origin.POLICY, self.step.temperature)
             for n, token in enumerate(best)
         ]
         leaves = tuple(
@@ -61,15 +62,15 @@ class Decision:
         )
 
 
-def _step(name: str, ids: Sequence[int], origin: Origin, temperature: float = 1.0) -> Step:
-    zeros = (0.0,) * len(ids)
+def _step(name: str, ids: np.ndarray, origin: Origin, temperature: float = 1.0) -> Step:
+    zeros = np.zeros(len(ids))
     return Step(
         id=name,
         parent=None if name == "0" else "0",
         depth=name.count("."),
-        token_ids=tuple(ids),
-        origins=(origin,) * len(ids),
-        loss_mask=(origin is Origin.POLICY,) * len(ids),
+        token_ids=ids,
+        origins=np.full(len(ids), origin),
+        loss_mask=np.full(len(ids), origin is Origin.POLICY),
         sampling_logprobs=zeros,
         entropies=zeros,
         temperature=temperature,
@@ -89,15 +90,15 @@ def decisions(tree: Tree) -> list[Decision]:
         if isinstance(step.cause, RetryCause) and step.cause.rule == RULE:
             place = first_difference(steps[step.cause.beside].written_ids, step.written_ids)
             # Else both begin alike, and what differs is no opening.
-            if step.origins[place : place + 1] == (Origin.FORCED,):
-                key = (step.cause.beside, place, step.token_ids[place])
+            if Origin.FORCED in step.origins[place : place + 1]:
+                key = (step.cause.beside, place, int(step.token_ids[place]))
                 forced.setdefault(key, []).extend(below.get(step.id, ()))
     return [
         Decision(
             tree=tree,
             step=own,
             place=place,
-            sides=(own.token_ids[place], token),
+            sides=(int(own.token_ids[place]), token),
             rewards=(fmean(below[name]), fmean(rewards)),
         )
         for (name, place, token), rewards in forced.items()

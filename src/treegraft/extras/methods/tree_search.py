@@ -71,7 +71,7 @@ class TreeSearch(Independent):
         if missing <= 0 or not places:
             return Start(missing)
         # Of the tree's own tokens: no generator is at hand here, and two seeds sample other ones.
-        tokens = (one for step in tree.steps for one in step.token_ids)
+        tokens = (one for step in tree.steps for one in step.token_ids.tolist())
         key: tuple[int | str, ...] = (tree.group_id, len(tree.leaves), *tokens)
         cause = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
         return [

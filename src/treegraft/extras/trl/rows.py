@@ -30,7 +30,7 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     for tree in trees:
         counting = {row.leaf_id: row for row in HOST.rows(tree, plain)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
-        prompt_ids = list(tree.steps[0].token_ids)
+        prompt_ids = tree.steps[0].token_ids.tolist()
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]
     return rows
 

@@ -176,10 +176,11 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
                 " number or None.",
                 code="advantage-not-finite",
             )
-        if not all(map(math.isfinite, step.credit_factors or ())):
+        factors = () if step.credit_factors is None else tuple(step.credit_factors.tolist())
+        if not all(map(math.isfinite, factors)):
             raise SettingError(
-                f"{where}: step '{step.id}' has credit_factors {step.credit_factors}; expected"
-                " finite numbers, one for each of its tokens, or None.",
+                f"{where}: step '{step.id}' has credit_factors {factors}; expected finite numbers,"
+                " one for each of its tokens, or None.",
                 code="credit-factors-invalid",
             )
     return found
@@ -191,16 +192,13 @@ def _with_advantages(tree: Tree, change: Callable[[Any], float | None]) -> Tree:
     def changed(value: float | None) -> float | None:
         return None if value is None else change(value)
 
-    def factors(step: Step) -> tuple[float, ...] | None:
-        column = step.credit_factors
-        return None if column is None or change is _none else tuple(map(float, column))
+    def with_advantage(step: Step) -> Step:
+        factors = None if change is _none else step.credit_factors
+        return replace(step, advantage=changed(step.advantage), credit_factors=factors)
 
     return replace(
         tree,
-        steps=tuple(
-            step.changed(advantage=changed(step.advantage), credit_factors=factors(step))
-            for step in tree.steps
-        ),
+        steps=tuple(map(with_advantage, tree.steps)),
         leaves=tuple(replace(leaf, advantage=changed(leaf.advantage)) for leaf in tree.leaves),
     )
 

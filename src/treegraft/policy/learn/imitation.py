@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from treegraft.core.demonstration import Written, plain_step
@@ -18,7 +19,7 @@ MIN_SHARED = 32
 def imitation_packs(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
     """Returns demonstrations in packs of at most `max_tokens`; those of a pack share the beginning
     that their prompts share."""
-    prompts = [tree.root.token_ids for tree in trees]
+    prompts = [tree.root.token_ids.tolist() for tree in trees]
     # Short of their last token, so that each path keeps a prompt of its own.
     limit = min(map(len, prompts)) - 1
     shared = next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
@@ -45,9 +46,7 @@ def count_right_steps(batch: TreeBatch, best: Tensor) -> tuple[int, int]:
         for step in path.steps:
             # The deciding token, alone of the agent's own, carries no loss.
             fits = [
-                next(flags) or not carries
-                for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True)
-                if is_own
+                next(flags) or not carries for carries in step.loss_mask[step.sampled_mask].tolist()
             ]
             right += bool(fits) and all(fits)
             total += bool(fits)
@@ -60,7 +59,7 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
 
     A system prompt is the longest part of many demonstrations; so it is paid for once.
     """
-    prompt = trees[0].root.token_ids[:shared]
+    prompt = tuple(trees[0].root.token_ids[:shared].tolist())
     root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
     steps, leaves = [root], []
     for number, tree in enumerate(trees):
@@ -80,8 +79,8 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
                     token_ids=step.token_ids[cut:],
                     origins=step.origins[cut:],
                     loss_mask=step.loss_mask[cut:],
-                    sampling_logprobs=(0.0,) * tokens,
-                    entropies=(0.0,) * tokens,
+                    sampling_logprobs=np.zeros(tokens),
+                    entropies=np.zeros(tokens),
                 )
             )
         leaves += [replace(leaf, step_id=moved(leaf.step_id)) for leaf in tree.leaves]

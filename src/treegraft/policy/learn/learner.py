@@ -177,7 +177,7 @@ class Learner:
             wanted = [inexact_steps(tree) for tree in trees]
         indices = [n for n, names in enumerate(wanted) if names]
         exact = (
-            (n, step.changed(entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
+            (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
             for n, step, values in self._scored_steps(trees, indices, entropies=True)
             if step.id in wanted[n]
         )
@@ -188,7 +188,7 @@ class Learner:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
         found = self._scored_steps(trees, range(len(trees)), entropies=False)
-        steps = ((n, one.changed(old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
+        steps = ((n, replace(one, old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
         return exchanged(trees, steps)
 
     def _scored_steps(
@@ -227,7 +227,7 @@ class Learner:
         weight decay, with that of [learn]. NaN: the gradient was not finite, and the step was
         skipped."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
-        count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
+        count = sum(step.num_loss_tokens for tree in trees for step in tree.steps)
         total = 0.0
         for batch in self.demonstrations(trees):
             logprobs, _ = self.scores(batch)
@@ -335,8 +335,8 @@ class Learner:
             by_step(plan, olds), by_step(plan, ratios), strict=True
         ):
             # Tokens that were not sampled: log-probability 0, ratio 1.
-            written.setdefault(n, {})[step.id] = step.changed(
-                old_logprobs=spread(step, old, 0.0), ratios=spread(step, ratio, 1.0)
+            written.setdefault(n, {})[step.id] = replace(
+                step, old_logprobs=spread(step, old, 0.0), ratios=spread(step, ratio, 1.0)
             )
 
     def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:
@@ -354,7 +354,7 @@ class Learner:
             for path in tree.trajectories()
             if path.leaf.has_loss
             for step in path.steps
-            if any(step.loss_mask)
+            if step.loss_mask.any()
         )
         if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
             return True

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treegraft.core.columns import kept, loss_of_sampled, numbers, sampled_scores
 from treegraft.core.types import Leaf, Origin, RetryCause, Step, Trajectory, Tree, ids_to
 
 
@@ -234,14 +233,14 @@ class _Packer:
             last[step.id] = end + length - 1 if length else before
             end += length
             if step.ordinals[-1] < 0 and parent is not None:
-                path = (token for own in tree.path(parent) for token in own.token_ids)
-                self.imitated_paths.append((*path, *step.token_ids))
+                path = _joined(own.token_ids for own in (*tree.path(parent), step))
+                self.imitated_paths.append(tuple(path.tolist()))
                 self.imitated_lengths.append(length)
         lengths = np.array([step.num_tokens for step in steps])
         firsts = [positions[step.id] - step.num_tokens for step in steps]
         places = np.array([offsets[step.id] for step in steps])
         index = np.arange(start, end)
-        self.columns["token_ids"].append(_joined(numbers(kept(s, "token_ids")) for s in steps))
+        self.columns["token_ids"].append(_joined(step.token_ids for step in steps))
         self.columns["position_ids"].append(index + np.repeat(firsts - places, lengths))
         unique = self._add_scored(steps, lengths, places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
@@ -263,9 +262,7 @@ class _Packer:
         count = len(index)
         is_imitated = np.array([step.ordinals[-1] < 0 for step in steps])
         of_imitated = np.repeat(is_imitated, lengths)
-        runs = [run for step in steps for run in kept(step, "origins")]
-        is_own = np.repeat([origin is Origin.POLICY for origin, _ in runs], [n for _, n in runs])
-        is_sampled = is_own & ~of_imitated
+        is_sampled = _joined(step.sampled_mask for step in steps) & ~of_imitated
         before = index - 1
         opens = places[lengths > 0] - (index[0] if count else 0)
         before[opens] = sources[lengths > 0]
@@ -286,9 +283,8 @@ class _Packer:
             columns[name].append(index[mask])
             columns["sources"].append(before[mask])
             columns["temperatures"].append(temperatures[mask])
-        own_steps = (step for step in steps if step.ordinals[-1] >= 0)
-        logprobs = _joined(sampled_scores(step, "sampling_logprobs") or () for step in own_steps)
-        self.columns["sampling_logprobs"].append(logprobs)
+        logprobs = _joined(step.sampling_logprobs for step in steps)
+        self.columns["sampling_logprobs"].append(logprobs[is_sampled])
         versions = np.repeat([step.policy_version for step in steps], lengths)
         self.columns["versions"].append(versions[is_sampled])
         added = np.concatenate([[0], np.cumsum(scored)])
@@ -307,7 +303,7 @@ class _Packer:
         self, tree: Tree, imitated: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
     ) -> None:
         own = [step for step in tree.steps if unique[step.id][1]]
-        carries = np.frombuffer(b"".join(map(loss_of_sampled, own)), np.bool_)
+        carries = _joined(step.loss_mask[step.sampled_mask] for step in own).astype(np.bool_)
         base = unique[own[0].id][0] if own else 0
         rows: list[tuple[int, int, int, float, bool]] = []
         chosen: list[tuple[int, int, int]] = []
@@ -339,7 +335,10 @@ class _Packer:
 def _factors(steps: Sequence[Step]) -> np.ndarray:
     """The credit factors of the steps' sampled tokens, one after another."""
     return _joined(
-        sampled_scores(step, "credit_factors") or (1.0,) * step.num_sampled for step in steps
+        np.ones(step.num_sampled)
+        if step.credit_factors is None
+        else step.credit_factors[step.sampled_mask]
+        for step in steps
     )
 
 
@@ -371,11 +370,11 @@ def imitated_steps(tree: Tree) -> dict[str, Step]:
             id=f"{step.parent}.{-1 - step.ordinals[-1]}",
             parent=step.parent,
             depth=step.depth,
-            token_ids=step.lesson_ids,
-            origins=(Origin.FORCED,) * (count := len(step.lesson_ids)),
-            loss_mask=(False,) * count,
-            sampling_logprobs=(0.0,) * count,
-            entropies=(0.0,) * count,
+            token_ids=np.array(step.lesson_ids),
+            origins=np.full(count := len(step.lesson_ids), Origin.FORCED),
+            loss_mask=np.full(count, False),
+            sampling_logprobs=np.zeros(count),
+            entropies=np.zeros(count),
             temperature=step.temperature,
         )
         for step in tree.steps

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treegraft.core.columns import Column
 from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
 from treegraft.policy.learn.pack import num_imitated_tokens, num_tree_tokens, plan_packs, split_tree
@@ -106,12 +108,11 @@ def by_step(plan: Plan, columns: Sequence[Tensor]) -> Iterator[tuple[int, Step, 
                 place += count
 
 
-def spread(step: Step, values: Sequence[float], filler: float) -> tuple[float, ...]:
+def spread(step: Step, values: Sequence[float], filler: float) -> Column:
     """Returns one value per token of the step, `filler` where it was not sampled."""
-    if len(values) == step.num_tokens:
-        return tuple(values)
-    rest = iter(values)
-    return tuple(next(rest) if is_sampled else filler for is_sampled in step.sampled_mask)
+    column = np.full(step.num_tokens, filler)
+    column[step.sampled_mask] = values
+    return column
 
 
 def exchanged(trees: Sequence[Tree], steps: Iterable[tuple[int, Step]]) -> list[Tree]:

@@ -109,7 +109,7 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         loss_mask=path.loss_mask[start:],
         advantages=path.token_advantages[start:],
         sampling_logprobs=path.sampling_logprobs[start:],
-        temperatures=[step.temperature or 1.0 for step in steps for _ in step.token_ids],
+        temperatures=[step.temperature or 1.0 for step in steps for _ in range(step.num_tokens)],
         origins=path.origins[start:],
         shaping=float(shaping_factor(leaf.retrieved_frac, shaping_weight)),
         weight=leaf.weight,

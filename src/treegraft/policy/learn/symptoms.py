@@ -64,10 +64,11 @@ def success_change(scorer: LogprobScorer, trees: Sequence[Tree]) -> dict[str, fl
         for before, after in zip(chosen, scorer.with_logprobs(chosen), strict=True)
         for step, again in zip(before.steps, after.steps, strict=True)
         if step.old_logprobs is not None and again.old_logprobs is not None
-        for old, new, is_own in zip(
-            step.old_logprobs, again.old_logprobs, step.sampled_mask, strict=True
+        for old, new in zip(
+            step.old_logprobs[step.sampled_mask].tolist(),
+            again.old_logprobs[step.sampled_mask].tolist(),
+            strict=True,
         )
-        if is_own
     ]
     return {"learn/success_logprob_change": fmean(changes)} if changes else {}
 
@@ -85,7 +86,9 @@ def question_information(scorer: LogprobScorer, trees: Sequence[Tree]) -> dict[s
     to fall while entropy and reward still look well. Departures: first steps alone, since later
     ones follow results that tell the question; the share of ln n, the most that n questions show.
     """
-    firsts = {tree.root.token_ids: step for tree in trees if (step := _first_step(tree))}
+    firsts = {
+        tuple(tree.root.token_ids.tolist()): step for tree in trees if (step := _first_step(tree))
+    }
     pairs = list(firsts.items())[:NUM_QUESTIONS]
     if len(pairs) < 2:
         return {}
@@ -98,7 +101,7 @@ def question_information(scorer: LogprobScorer, trees: Sequence[Tree]) -> dict[s
     ]
     scored = scorer.with_logprobs(crossed)
     # [question j][step i]
-    scores = [[math.fsum(step.old_logprobs or ()) for step in tree.steps[1:]] for tree in scored]
+    scores = [[math.fsum(_scores(step)) for step in tree.steps[1:]] for tree in scored]
     gains = [row[i] - _log_mean_exp([other[i] for other in scores]) for i, row in enumerate(scores)]
     return {"learn/question_information": fmean(gains) / math.log(len(pairs))}
 
@@ -126,7 +129,7 @@ def opening_probs(
         return {}
     calls, answers = [], []
     for (_, places), tree in zip(made, scorer.with_logprobs([one for one, _ in made]), strict=True):
-        scores = {step.id: step.old_logprobs or () for step in tree.steps}
+        scores = {step.id: _scores(step) for step in tree.steps}
         for openings in places:
             probs = [(one.kind, one.prob(scores[one.step_id])) for one in openings]
             calls.append(math.fsum(prob for kind, prob in probs if kind == "call"))
@@ -223,9 +226,14 @@ def _first_step(tree: Tree) -> Step | None:
 
 def _as_sampled(step: Step) -> Written:
     """The step without its results."""
-    ids = zip(step.token_ids, step.sampled_mask, strict=True)
-    own = tuple(token for token, is_own in ids if is_own)
+    own = tuple(step.token_ids[step.sampled_mask].tolist())
     return Written(replace(step.content, observations=()), [(own, Origin.POLICY)])
+
+
+def _scores(step: Step) -> list[float]:
+    """The learner's log-probabilities; none of a step without."""
+    scores: list[float] = [] if step.old_logprobs is None else step.old_logprobs.tolist()
+    return scores
 
 
 def _log_mean_exp(values: Sequence[float]) -> float:

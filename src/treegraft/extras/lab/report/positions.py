@@ -11,10 +11,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import islice
 from typing import Any
 
-from treegraft import Origin, Step, Tree
+from treegraft import Step, Tree
 from treegraft.extras.lab.report.bands import LEVEL, Point, shared_points
 from treegraft.extras.lab.report.drawing import (
     draw_band,
@@ -102,11 +102,10 @@ class PositionMeans:
     def add(self, update: int, tree: Tree) -> None:
         """Counts the live steps of a tree."""
         found: dict[tuple[Series, int], list[float]] = defaultdict(list)
-        self.num_sampled += sum(Origin.POLICY in step.origins for step in tree.steps)
+        self.num_sampled += sum(step.num_sampled > 0 for step in tree.steps)
         for step, after, num_results in live_steps(tree):
             self.num_live += 1
-            # A file of another program may hold none.
-            entropies = list(compress(step.entropies or (), step.sampled_mask))
+            entropies = step.sampled_entropies
             self.is_measured |= any(entropies)
             self.is_bound |= step.entropy_kind == "top_k"
             for place, entropy in enumerate(islice(entropies, MOST_POSITIONS)):
@@ -139,7 +138,7 @@ def live_steps(tree: Tree) -> Iterator[tuple[Step, str, int]]:
     for step in tree.steps[1:]:
         parent = above[str(step.parent)]
         is_own = not isinstance(step.cause, _OTHERS)
-        if not is_own or parent.id not in num_results or step.origins[:1] != (Origin.POLICY,):
+        if not is_own or parent.id not in num_results or not step.sampled_mask[:1].any():
             continue
         count = num_results[parent.id]
         num_results[step.id] = count + bool(step.content.observations)
