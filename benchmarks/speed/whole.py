@@ -24,10 +24,10 @@ from benchmarks.speed.peers import ScriptPeer, missing, peer_python
 from benchmarks.speed.stage import OurEngine, Stage
 from treegraft import load_config
 from treegraft.core.errors import EngineError
+from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import Completion, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.weights import ModelWeights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 PROMPT, GROUP = 200, 16
@@ -157,7 +157,7 @@ class _Update:
         if run == 0:  # by the weights that the reference has
             self.engine.check(prompt, completions, num_tokens)
 
-    async def _publish(self, weights: ModelWeights, version: int) -> None:
+    async def _publish(self, weights: WeightSource, version: int) -> None:
         await asyncio.sleep(0)
         await self.engine.engine.publish(weights, version)
 

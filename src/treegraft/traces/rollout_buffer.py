@@ -324,9 +324,9 @@ class RolloutBuffer:
     async def _in_memory(self, parts: TraceParts, update: int = 0) -> TraceBuffer:
         """A buffer in memory: a copy of a file, or one that is made."""
         if self._saved is not None:
-            with FrozenBuffer(self._saved, self._encoder) as buffer:
+            with FrozenBuffer(self._saved, self._encoder) as saved:
                 # A run that wrote the checkpoint may have gone on since.
-                return buffer.in_memory(update)
+                return saved.in_memory(update)
         if not self._is_made:
             with TraceBuffer(named_file(self._config), self._encoder) as buffer:
                 return buffer.in_memory()
