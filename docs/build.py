@@ -340,11 +340,11 @@ def commands_page() -> str:
 
     from treegraft.cli.main import app
     from treegraft.cli.plugged import loaded_command
-    from treegraft.core.plugin import offered
+    from treegraft.core.registry import registered
 
     lines, whole = [COMMANDS_HEAD], [*commands(typer.main.get_command(app), "treegraft")]
-    for name, one in offered("commands").items():
-        whole += commands(loaded_command(name, one.path), f"treegraft {name}")
+    for name, one in registered("command").items():
+        whole += commands(loaded_command(name, one.value), f"treegraft {name}")
     for name, command in whole:
         lines += ["", f"## {name}", "", *described(name, command)]
     return "\n".join(lines) + "\n"

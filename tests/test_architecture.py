@@ -70,7 +70,7 @@ SHARED = ("extras.hosts",)
 """What adapters of several trainers share; like an extension, it imports the public face alone. The
 core has no word for another trainer, and each adapter would otherwise say the same of recipes."""
 BORDER = "treegraft.extras"
-"""What nothing below imports: it is found by name, in `core.plugin`."""
+"""What nothing below imports: it is found by name, in `core.registry`."""
 
 NEVER = {
     "policy.engine": ("policy.learn",),
@@ -224,7 +224,7 @@ def test_the_core_names_the_border_in_one_place() -> None:
         for module, path in FILES.items()
         if not module.startswith("extras") and BORDER in path.read_text(encoding="utf-8")
     ]
-    assert named == ["core.plugin"], "the core imports no extension; it finds them by name"
+    assert named == ["core.registry"], "the core imports no extension; it finds them by name"
 
 
 def test_no_name_stands_in_both_public_modules() -> None:

@@ -87,18 +87,15 @@ class MineSettings(Settings):
     """Share of something."""
 
 
-def test_settings_and_plugins() -> None:
-    """Tables of settings, their checks, and the parts of a plugin."""
+def test_settings_and_extensions() -> None:
+    """Tables of settings, their checks, and what an extension registers."""
     from treegraft import load_config
     from treegraft.parts import (
-        Command,
         Contradiction,
         ExplorerKind,
         OutcomeKind,
-        PlacementKind,
-        Plugin,
+        Registry,
         Tracked,
-        TrackerKind,
         has,
         value_of,
         when,
@@ -115,15 +112,15 @@ def test_settings_and_plugins() -> None:
     def compare(members, eps):
         return [path.reward - 0.5 for path in members]
 
-    plugin = Plugin(
-        name="mine",
-        explorers={"mine": ExplorerKind(title="Mine", branches=True)},
-        outcomes={"half": OutcomeKind(compare=compare)},
-        trackers={"mine": TrackerKind(path="mine:Tracker", module="json", install="mine")},
-        placements={"mine": PlacementKind(path="mine:place", command="train")},
-        commands={"mine": Command(path="mine:hello", help="Say hello.")},
-    )
-    assert plugin.interface == 1 and Tracked.__doc__
+    registry = Registry("mine")
+    registry.explorer("mine", ExplorerKind(title="Mine", branches=True))
+    registry.credit("half", OutcomeKind(compare=compare))
+    registry.part("tracker", "mine", "mine:Tracker", {"module": "json", "install": "mine"})
+    registry.part("placement", "mine", "mine:place", {"command": "train"})
+    registry.command("mine", "mine:hello", help="Say hello.")
+    seams = [entry.seam for entry in registry.entries]
+    assert seams == ["explorer", "advantage", "tracker", "placement", "command"]
+    assert Tracked.__doc__
 
 
 def test_tasks_tools_and_environments() -> None:

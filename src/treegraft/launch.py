@@ -3,7 +3,7 @@ session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -12,7 +12,7 @@ from treegraft.core.errors import SettingError, first_cause, nearest
 from treegraft.core.given import GIVEN, GivenObjects, giving
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import others_as_ctrl_c
-from treegraft.core.plugin import PlacementKind, load_object, offered
+from treegraft.core.registry import Entry, registered
 from treegraft.core.team import Team
 from treegraft.policy.learn.torchrun import is_started, joined
 from treegraft.runs.display import show_texts, shown
@@ -81,7 +81,7 @@ def opened(
             None if is_empty else own,
             given,
             ends.enter_context(shown(display)),
-            command=command if kind is None else kind.command,
+            command=command if kind is None else kind.facts["command"],
             team=team,
             recipe=recipe,
             resume=resume,
@@ -94,7 +94,7 @@ def opened(
         team.share(is_over)
         place = None
         if kind is not None and not is_over:
-            place = ends.enter_context(load_object(kind.path)(run.config))
+            place = ends.enter_context(kind.load()(run.config))
         within = Surroundings(
             state=run.state,
             folder=run.path,
@@ -154,16 +154,16 @@ def _refuse_local(objects: GivenObjects, place: str) -> None:
         )
 
 
-def _placement(name: str | None, given: GivenObjects) -> PlacementKind | None:
-    """The kind of placement of this name; None for this process."""
+def _placement(name: str | None, given: GivenObjects) -> Entry | None:
+    """The placement of this name; None for this process."""
     if name is None:
         return None
     _refuse_local(given, f"placement '{name}'")
-    known: Mapping[str, PlacementKind] = offered("placements")
+    known = registered("placement")
     if name not in known:
         raise SettingError(
-            f"placement: got '{name}', expected None for this process, or one that a plugin brings:"
-            f" {', '.join(known) or 'there is none'}.{nearest(name, known)}",
+            f"placement: got '{name}', expected None for this process, or one that an extension"
+            f" brings: {', '.join(known) or 'there is none'}.{nearest(name, known)}",
             code="unknown-placement",
         )
     return known[name]

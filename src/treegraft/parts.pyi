@@ -16,13 +16,10 @@ from treegraft.core import listener as listener
 from treegraft.core import packages as packages
 from treegraft.core import spans as spans
 from treegraft.core.finding import Finding as Finding
-from treegraft.core.plugin import Command as Command
-from treegraft.core.plugin import ExplorerFacts as ExplorerFacts
-from treegraft.core.plugin import ExplorerKind as ExplorerKind
-from treegraft.core.plugin import OutcomeKind as OutcomeKind
-from treegraft.core.plugin import PlacementKind as PlacementKind
-from treegraft.core.plugin import Plugin as Plugin
-from treegraft.core.plugin import TrackerKind as TrackerKind
+from treegraft.core.kinds import ExplorerFacts as ExplorerFacts
+from treegraft.core.kinds import ExplorerKind as ExplorerKind
+from treegraft.core.kinds import OutcomeKind as OutcomeKind
+from treegraft.core.registry import Registry as Registry
 from treegraft.core.text import plain as plain
 from treegraft.core.types import Below as Below
 from treegraft.core.types import Branch as Branch

@@ -37,7 +37,7 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.interrupt import Stop
 from treegraft.core.looped import Life
-from treegraft.core.plugin import offered
+from treegraft.core.registry import registered
 from treegraft.core.spans import span
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
@@ -290,10 +290,10 @@ class Session:
 
     async def _prepare(self, parts: Parts) -> None:
         """Makes and checks what updates need, before anything is written."""
-        from treegraft.policy.learn.credit import find_credit_rule
+        from treegraft.policy.learn.credit import find_credit
 
         config, within = self.config, self._within
-        self._rule = find_credit_rule(config)
+        self._credit = find_credit(config)
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         self._tasks_checksum = tasks_checksum(parts.train_tasks, parts.eval_tasks)
         await parts.try_environment()
@@ -395,7 +395,7 @@ class Session:
         display, parts = self._within.display, self.parts
         for text in parts.notes:
             display.note(text)
-        for name in offered("choices"):
+        for name in registered("choice"):
             if (chosen := value_of(self.config, name)) != "auto":
                 display.note(f"{name} = {chosen!r}")
         if self._checkpoint is None:
@@ -733,16 +733,16 @@ class Session:
         """
         from treegraft.policy.learn.credit import credit_by_entropy, credit_trees
 
-        config, rule, own = self.config, self._rule, Trees.of(trees)
+        config, how, own = self.config, self._credit, Trees.of(trees)
         self._within.display.phase("learning", 0, 1)
         with self.clock("credit"), giving(self._given):
             # An engine may know top-k entropies alone, which a learner makes exact.
             if self._learner is not None:
                 with measuring(self._learner, self._within.team) as scorer:
-                    kept = credit_by_entropy(scorer, own, config, rule)
-                    dropped = credit_by_entropy(scorer, own.dropped, config, rule)
+                    kept = credit_by_entropy(scorer, own, config, how)
+                    dropped = credit_by_entropy(scorer, own.dropped, config, how)
             else:
-                kept, dropped = (credit_trees(some, config, rule) for some in (own, own.dropped))
+                kept, dropped = (credit_trees(some, config, how) for some in (own, own.dropped))
         self._last = own.changed(kept, dropped)
         return self._last
 

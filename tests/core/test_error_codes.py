@@ -15,7 +15,7 @@ from tests.support.error_codes import raises_code
 from tests.support.pages import builder
 
 from treegraft.core.errors import EngineError, SettingError, TreegraftError, about
-from treegraft.core.plugin import load_object
+from treegraft.core.import_paths import load_object
 
 TESTS = Path(__file__).parents[1]
 

@@ -1,5 +1,5 @@
-"""The seam of plugins: the core without extensions, a package outside the repository, and plugins
-that cannot be taken. Each in a process of its own, as plugins are loaded once."""
+"""The registry: the core without extensions, a package outside the repository, and extensions that
+cannot be taken. Each in a process of its own, as extensions are loaded once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from tests.support.error_codes import raises_code
 from tests.support.forked import Forked
 from tests.support.tiny import tiny
 
-from treegraft.core.plugin import CORE_NAMES, INTERFACE, Plugin, offered, offered_commands, plugins
+from treegraft.core.registry import (
+    CORE_NAMES,
+    INTERFACE,
+    PAGE,
+    Entry,
+    Registry,
+    extensions,
+    registered,
+    registered_with_commands,
+)
 from treegraft.extras import BUILT_IN, WITH_COMMANDS
 from treegraft.runs.record import read_trees
 from treegraft.runs.tree_json import tree_to_json
@@ -28,8 +37,8 @@ MINE = '''
 
 from treegraft import Trajectory
 from treegraft.parts import (
-    Branch, BranchCause, Command, Contradiction, ExplorerKind, Finding, Independent,
-    OutcomeKind, Plugin, Settings, Start, TrackerKind, has, setting,
+    Branch, BranchCause, Contradiction, ExplorerKind, Finding, Independent, OutcomeKind, Registry,
+    Settings, Start, has, setting,
 )
 
 
@@ -120,30 +129,28 @@ def wrong(config):
         yield Contradiction(("explore.echo.num",), "explore.echo.num: expected at most 3.")
 
 
-plugin = Plugin(
-    name="mine",
-    explorers={
-        "echo": ExplorerKind(
+def register(registry: Registry) -> None:
+    registry.explorer(
+        "echo",
+        ExplorerKind(
             make=lambda explore, facts: Echo(explore.echo),
             leads=True,
             leaves="explore.echo.num_starts",
             opens_at_once=True,
             branches=True,
-        )
-    },
-    outcomes={"centred": OutcomeKind(compare=centred)},
-    rewards={"short": short},
-    environments={"corridor": "mine:corridor"},
-    trackers={"lines": TrackerKind(path="mine:Tracker", module="json", install="mine")},
-    commands={
-        "hello": Command(path="mine:hello", help="Say hello."),
-        "eval greetings": Command(path="mine:hello", help="Measure greetings."),
-    },
-    comparisons={"words.txt": "mine:lengths"},
-    examinations={"disk": "mine:disk"},
-    settings={"explore": Tables},
-    checks=(wrong,),
-)
+        ),
+        settings={"explore": Tables},
+        checks=(wrong,),
+        metrics={"echo/num": "echoes of an update"},
+    )
+    registry.credit("centred", OutcomeKind(compare=centred))
+    registry.reward("short", short)
+    registry.environment("corridor", "mine:corridor")
+    registry.part("tracker", "lines", "mine:Tracker")
+    registry.command("hello", "mine:hello", help="Say hello.")
+    registry.command("eval greetings", "mine:hello", help="Measure greetings.")
+    registry.part("comparison", "words.txt", "mine:lengths")
+    registry.part("examination", "disk", "mine:disk")
 '''
 
 
@@ -221,9 +228,9 @@ def test_the_core_trains_without_extensions(tmp_path: Path) -> None:
     settings = tiny(run={"dir": str(tmp_path), "name": "alone", "num_updates": 1})
     code = f"""{BLOCKED}
 from treegraft import train
-from treegraft.core.plugin import plugins
+from treegraft.core.registry import extensions
 from treegraft.settings.config import known_settings
-assert not plugins().members and not plugins().problems
+assert not extensions().entries and not extensions().problems
 train({settings!r}, display=False)
 print(len(known_settings()))
 assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
@@ -247,7 +254,7 @@ load_config("demo", ['explorers=["axpo"]'])
 
 
 @pytest.mark.smoke
-def test_a_plugin_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path) -> None:
+def test_an_extension_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: Path) -> None:
     """An explorer with settings and a check, a way to compare outcomes, a reward and a tracker,
     against the public face alone."""
     public = {"treegraft", "treegraft.parts"}
@@ -284,6 +291,8 @@ def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None
     assert code == 2 and "would have no effect" in out
     code, out = treegraft(["config", "explore.echo"], site)
     assert code == 0 and "Branches after each result." in out
+    code, out = treegraft(["config", "echo/num"], site)
+    assert code == 0 and "echoes of an update" in out
     code, out = treegraft(["config", "demo", 'explorers=["echo"]'], site, TREEGRAFT_PLUGINS="off")
     assert code == 2 and "got 'echo'" in out
 
@@ -326,15 +335,15 @@ def test_its_examination_is_a_section_of_doctor(site: Path) -> None:
 
 
 SEVERAL = """
-import treegraft.core.plugin as seam
+from treegraft.core.registry import Entry, extensions
 from treegraft import load_config
 from treegraft.cli.doctor import examine
 from treegraft.parts import Finding
 config = load_config({"tasks": {"num_train": 8, "num_eval": 4}})
 def memory(config, machine):
     return [Finding("all", machine.gpu.upper())] if machine.num_gpus == 3 else None
-kinds = {"memory": memory}
-seam.plugins = lambda: seam.Plugins((seam.Plugin(name="mine", examinations=kinds),), ())
+kinds = {"memory": Entry("examination", "memory", memory)}
+extensions().by_seam["examination"] = kinds
 print([str(one) for one in examine(config, num_gpus=3, gpu="h100").sections["memory"]])
 print(examine(config).sections["memory"][-1].name)
 kinds.clear()
@@ -345,10 +354,13 @@ examine(config, num_gpus=3)
 def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
     done = run(SEVERAL)
     assert done.stdout.splitlines() == ["['all: H100']", "memory"]
-    assert "SettingError: command line: --gpus: got 3; expected a plugin" in done.stderr
+    assert "SettingError: command line: --gpus: got 3; expected an extension" in done.stderr
 
 
-# ---------------------------------------------------------------------- plugins that are refused
+# ---------------------------------------------------------------------- what is refused
+
+
+FORMER = f"another version of the extension interface, and this is version {INTERFACE}, see {PAGE}"
 
 
 @pytest.mark.parametrize(
@@ -357,30 +369,39 @@ def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
         ("import nowhere_to_be_found", "it needs 'nowhere_to_be_found', which is not installed"),
         ("1 / 0", "importing 'mine' failed: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit()", "importing 'mine' failed: SystemExit"),
-        ("plugin = 3", "has no object 'plugin' that is a treegraft.parts.Plugin, but int"),
+        ("register = 3", "'mine' has no function 'register', which registers what it brings"),
+        ("from treegraft.parts import Plugin\nplugin = Plugin(name='mine')", FORMER),
+        ("from treegraft import parts\nplugin = parts.Plugin(name='mine')", FORMER),
+        ("plugin = 3", FORMER),
         (
-            "from treegraft.parts import Plugin\nplugin = Plugin(name='mine', interface=99)",
-            f"written for version 99 of the plugin interface, and this is version {INTERFACE}",
+            "def register(registry):\n    registry.reward('f1', 'a:b')",
+            "it registers the reward 'f1', a name that 'treegraft' has taken",
         ),
         (
-            "from treegraft.parts import Plugin\n"
-            "plugin = Plugin(name='mine', rewards={'f1': 'a:b'})",
-            "it brings 'f1' as one of its rewards, a name that 'treegraft' has taken",
+            "from treegraft.parts import ExplorerKind\n"
+            "def register(registry):\n    registry.explorer('axpo', ExplorerKind())",
+            "it registers the explorer 'axpo', a name that 'treegraft.extras.methods.axpo' has",
         ),
         (
-            "from treegraft.parts import ExplorerKind, Plugin\n"
-            "plugin = Plugin(name='mine', explorers={'axpo': ExplorerKind()})",
-            "it brings 'axpo' as one of its explorers, a name that 'axpo' has taken",
+            "def register(registry):\n"
+            "    registry.reward('twice', 'a:b')\n    registry.reward('twice', 'a:c')",
+            "it registers the reward 'twice', a name that 'mine' has taken",
         ),
         (
-            "from treegraft.parts import Plugin, Settings, setting\n"
+            "def register(registry):\n    registry.part('traker', 'lines', 'a:b')",
+            "part 'lines': got seam 'traker', expected one of engine,",
+        ),
+        ("def register(registry):\n    1 / 0", "failed: ZeroDivisionError: division by zero"),
+        (
+            "from treegraft.parts import Settings, setting\n"
             "class Tables(Settings):\n    lr: float = setting(1.0)\n"
-            "plugin = Plugin(name='mine', settings={'learn': Tables})",
+            "def register(registry):\n"
+            "    registry.reward('mine', 'a:b', settings={'learn': Tables})",
             "'learn.lr' of mine is there already",
         ),
     ],
 )
-def test_a_plugin_that_cannot_be_taken_is_one_sentence(
+def test_an_extension_that_cannot_be_taken_is_one_sentence(
     source: str, said: str, tmp_path: Path
 ) -> None:
     folder = install(tmp_path / "site", source)
@@ -389,27 +410,30 @@ def test_a_plugin_that_cannot_be_taken_is_one_sentence(
     assert code == 2 and said in words and "mine" in words and "Traceback" not in out
 
 
-def test_beside_a_plugin_that_cannot_be_taken_there_is_work(tmp_path: Path) -> None:
-    folder = install(tmp_path / "site", "plugin = 3")
+def test_without_an_extension_that_cannot_be_taken_there_is_work(tmp_path: Path) -> None:
+    folder = install(tmp_path / "site", "register = 3")
     assert treegraft(["--help"], folder)[0] == 0
     assert treegraft(["config", "demo"], folder, TREEGRAFT_PLUGINS="off")[0] == 0
 
 
 def test_our_own_are_whole_and_take_no_name_of_the_core() -> None:
-    assert plugins().problems == ()
-    for kind, names in CORE_NAMES.items():
-        assert not {*names} & {*plugins().offered(kind)}
+    assert extensions().problems == ()
+    for seam, names in CORE_NAMES.items():
+        assert not {*names} & {*registered(seam)}
 
 
 def test_the_list_of_those_with_commands_is_right() -> None:
-    bring = [one for one in BUILT_IN if importlib.import_module(one).plugin.commands]
+    bring = []
+    for module in BUILT_IN:
+        registry = Registry(module)
+        importlib.import_module(module).register(registry)
+        if any(entry.seam == "command" for entry in registry.entries):
+            bring.append(module)
     assert list(WITH_COMMANDS) == bring
-    assert offered_commands() == offered("commands")
+    assert registered_with_commands("command") == registered("command")
 
 
 def test_an_import_path_that_leads_nowhere_is_told_when_it_is_used() -> None:
-    from treegraft.core.plugin import loaded
-
-    assert loaded(Plugin) is Plugin
+    assert Entry("reward", "mine", Registry).load() is Registry
     with raises_code("import-module-missing", match="no module 'nowhere'"):
-        loaded("nowhere:thing")
+        Entry("reward", "mine", "nowhere:thing").load()

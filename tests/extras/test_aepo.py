@@ -27,7 +27,7 @@ from treegraft.extras.methods.aepo_math import (
     standardised,
     with_entropy_factors,
 )
-from treegraft.policy.learn.credit import credit_trees
+from treegraft.policy.learn.credit import credit_trees, find_credit
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
@@ -122,7 +122,7 @@ def test_a_rule_of_the_user_may_write_factors() -> None:
         return replace(tree, steps=steps)
 
     tree = build_tree(Part("p", (Part("sst", (Part("s", reward=1.0), Part("s"))),)))
-    [found] = credit_trees([tree], config, rule)
+    [found] = credit_trees([tree], config, find_credit(config, rule))
     # Shared: both tokens twice, the second with twice the advantage.
     whole = abs(found.leaves[0].advantage or 0.0)
     assert [abs(one) / whole for one in pack_trees([found]).advantages.tolist()] == [
@@ -131,7 +131,8 @@ def test_a_rule_of_the_user_may_write_factors() -> None:
     with raises_code(
         "credit-factors-invalid", match=r"step '0.0' has credit_factors .*nan.*finite"
     ):
-        credit_trees([tree], config, lambda given: rule(given, math.nan))
+        found = find_credit(config, lambda given: rule(given, math.nan))
+        credit_trees([tree], config, found)
 
 
 # ---------------------------------------------------------------------- where a tree grows

@@ -16,7 +16,7 @@ from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import BranchCause, Start, Status, Tree
-from treegraft.extras.methods.appo import PeaksSettings, plugin
+from treegraft.extras.methods.appo import APPO, PeaksSettings
 from treegraft.extras.methods.appo_explorer import EntropyPeaks
 from treegraft.extras.methods.appo_math import advantages_apart, future_weights, peaks
 from treegraft.policy.learn.pack import pack_trees
@@ -59,7 +59,7 @@ def test_rollouts_and_branches_are_two_groups() -> None:
 def test_branches_teach_the_steps_above_them() -> None:
     """Rollouts 1 and 0: ± 1. Branches 0, 1, 1: mean 2/3, deviation sqrt(2/9), so -√2, √½, √½.
     Behind the second step the mean of two of them, -√2 / 4; behind the first one that of all, 0."""
-    tree = assign_credit(grown(), advantage=plugin.outcomes["appo"], eps=1e-12)
+    tree = assign_credit(grown(), advantage=APPO, eps=1e-12)
     step = {one.id: one.advantage for one in tree.steps}
     low = -math.sqrt(2) / 4
     assert step["0.0.0"] == pytest.approx(1 + low)
@@ -71,12 +71,12 @@ def test_branches_teach_the_steps_above_them() -> None:
     batch = pack_trees([tree])
     carried = batch.advantages[batch.carries_loss].tolist()
     assert carried == [pytest.approx(value) for value in (1, 1 + low, 1, -1, -1)]
-    assert assign_credit(tree, advantage=plugin.outcomes["appo"], eps=1e-12) == tree
+    assert assign_credit(tree, advantage=APPO, eps=1e-12) == tree
 
 
 def test_without_branches_it_is_grpo_with_divisor_n() -> None:
     tree = build_tree(Part.of("p", Part("s", reward=1.0), Part("s"), Part("s"), Part("s")))
-    found = assign_credit(tree, advantage=plugin.outcomes["appo"], eps=0.0)
+    found = assign_credit(tree, advantage=APPO, eps=0.0)
     assert [leaf.advantage for leaf in found.leaves] == [
         pytest.approx(one / math.sqrt(3)) for one in (3, -1, -1, -1)
     ]
@@ -90,14 +90,14 @@ def test_branches_of_a_rollout_that_failed_teach_nothing() -> None:
     )
     cause = BranchCause(entropy_change=1.0, probability=1.0, rule="entropy_peaks")
     steps = [replace(one, cause=cause) if one.id == "0.0.1" else one for one in tree.steps]
-    found = assign_credit(replace(tree, steps=tuple(steps)), advantage=plugin.outcomes["appo"])
+    found = assign_credit(replace(tree, steps=tuple(steps)), advantage=APPO)
     assert [leaf.weight for leaf in found.leaves] == [0.0, 0.0]
     assert not pack_trees([found]).carries_loss.any()
 
 
 def test_branches_need_no_pass() -> None:
     """Only rollouts carry loss: 0.0.0.0 with the steps above it, and 0.1."""
-    tree = assign_credit(grown(), advantage=plugin.outcomes["appo"])
+    tree = assign_credit(grown(), advantage=APPO)
     loss = LossSettings(aggregation="token-mean")
     model, twin = build_model("llama"), build_model("llama")
     learner, descent = make_learner(model, loss)

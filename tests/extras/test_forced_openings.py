@@ -10,7 +10,7 @@ from tests.rollout.test_loop import ANSWER, SEARCH
 from tests.support.families import word_tokenizer
 
 from treegraft import Origin, Tree, load_config
-from treegraft.core.plugin import CORE_NAMES, offered
+from treegraft.core.registry import CORE_NAMES, registered
 from treegraft.extras.methods.continuation import Continuation, ContinuationSettings
 from treegraft.extras.methods.reft import FirstTokens, FirstTokenSettings, decision
 from treegraft.parts import Retry, Start
@@ -88,7 +88,7 @@ def test_the_decision_is_where_steps_first_differ() -> None:
     assert decision([(7, 1), (7, 1)]) == decision([]) == (0, [])
 
 
-@pytest.mark.parametrize("name", [*CORE_NAMES["explorers"], *offered("explorers")])
+@pytest.mark.parametrize("name", [*CORE_NAMES["explorer"], *registered("explorer")])
 def test_own_lessons_go_with_every_explorer(name: str) -> None:
     """Settings that contradict each other would be refused here."""
     own = ["buffer.path=self", "loss.lesson_coef=2", "learn.num_lessons=36"]

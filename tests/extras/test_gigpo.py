@@ -16,7 +16,7 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.extras.methods.gigpo import plugin
+from treegraft.extras.methods.gigpo import GIGPO
 from treegraft.extras.methods.gigpo_math import state_advantages, step_weighted_advantages
 from treegraft.extras.methods.gigpo_math import states as own_states
 
@@ -111,7 +111,7 @@ def test_a_long_trajectory_weighs_by_its_steps_in_gigpos_code() -> None:
     tree = build_tree(
         Part.of("p", Part.of("st", Part.of("st", Part("s", reward=1.0))), Part("s", reward=0.0))
     )
-    credited = assign_credit(tree, advantage=plugin.outcomes["gigpo"], eps=1e-12)
+    credited = assign_credit(tree, advantage=GIGPO, eps=1e-12)
     assert [leaf.advantage for leaf in credited.leaves] == [
         pytest.approx(0.5),
         pytest.approx(-1.5),

@@ -20,8 +20,8 @@ from tests.support.slow_learner import (
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import BranchCause, Tree
+from treegraft.extras.methods import appo
 from treegraft.extras.methods.aepo_math import with_entropy_factors
-from treegraft.extras.methods.appo import plugin
 from treegraft.settings.config import table_class
 
 APPO = table_class("loss")(
@@ -38,10 +38,7 @@ OBJECTIVES = {**CORE, "appo": APPO}
 @pytest.mark.parametrize("name", ["appo", "dapo", "gspo"])
 def test_law_1_where_branches_teach_the_steps_above_them(name: str) -> None:
     model, twin = build_model("llama"), build_model("llama")
-    trees = [
-        assign_credit(with_branches(tree), advantage=plugin.outcomes["appo"])
-        for tree in example_trees(4)
-    ]
+    trees = [assign_credit(with_branches(tree), advantage=appo.APPO) for tree in example_trees(4)]
     assert any(step.advantage is not None for tree in trees for step in tree.steps)
     learner, descent = make_learner(model, OBJECTIVES[name])
     _, metrics = learner.learn(trees)

@@ -14,7 +14,7 @@ from tests.support.tiny import tiny
 from treegraft.cli.doctor import examine
 from treegraft.extras.python import bwrap
 from treegraft.extras.python.monty_tool import MontyTool
-from treegraft.extras.python.plugin import PythonToolSettings, plugin
+from treegraft.extras.python.plugin import PythonToolSettings, findings
 from treegraft.parts import NoDisplay
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -56,10 +56,10 @@ def test_nothing_is_tried_for_a_recipe_without_the_tool(monkeypatch: pytest.Monk
 
 def test_doctor_names_a_sandbox_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    (found,) = plugin.findings(using("bwrap"))
+    (found,) = findings(using("bwrap"))
     assert (found.value, found.is_good) == ("missing", False)
     assert "apt-get install bubblewrap" in found.note
-    assert list(plugin.findings(using("monty"))) == []
+    assert list(findings(using("monty"))) == []
 
 
 def test_where_there_is_neither_the_error_says_what_to_install(

@@ -55,7 +55,7 @@ from treegraft.extras.methods.prefix import (
     UniformPrefix,
     WholeTrajectory,
 )
-from treegraft.extras.methods.tree_search import plugin as TREE
+from treegraft.extras.methods.tree_search import TREE_GRPO
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.symptoms import _first_step, _first_success
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
@@ -504,7 +504,7 @@ def test_tree_grpo_compares_each_rollout_below_stored_steps_with_itself() -> Non
     """Three of them at one place, of which the first branched."""
     twins = Part.of("st", Part("s", reward=1.0), Part("s", reward=0.0))
     tree = restarted(Part.of("rr", twins, Part("ss", reward=0.0), Part("s", reward=1.0)))
-    leaves = assign_credit(tree, advantage=TREE.outcomes["tree_grpo"], eps=1e-15).leaves
+    leaves = assign_credit(tree, advantage=TREE_GRPO, eps=1e-15).leaves
     # Mean 1/2 and deviation 1/√3 over the place; ± 1/√2 within the rollout that branched.
     place, start = math.sqrt(3) / 2, 1 / math.sqrt(2)
     assert [leaf.advantage for leaf in leaves] == pytest.approx(

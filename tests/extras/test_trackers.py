@@ -20,7 +20,7 @@ from tests.support.pages import PAGES
 from tests.support.tiny import tiny
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import offered
+from treegraft.core.registry import registered
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
 from treegraft.runs.tracked import Tracked
@@ -30,7 +30,7 @@ from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"
 
-KINDS = offered("trackers")
+KINDS = registered("tracker")
 
 
 class Own:
@@ -184,7 +184,7 @@ def test_a_mistake_in_the_recipe_ends_before_any_work(
 
 def test_an_extra_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in KINDS.items():
-        monkeypatch.setitem(__import__("sys").modules, kind.module, None)
+        monkeypatch.setitem(__import__("sys").modules, kind.facts["module"], None)
         with raises_code("package-missing"):
             start(tmp_path, name)
 
@@ -222,7 +222,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        names = [name for name, kind in KINDS.items() if _is_installed(kind.module)]
+        names = [name for name, kind in KINDS.items() if _is_installed(kind.facts["module"])]
         start(folder, *names)
         start(folder, *names, updates=3, resume=True)
         yield folder, names
@@ -238,7 +238,7 @@ def _is_installed(module: str) -> bool:
 
 def needs(names: list[str], name: str) -> None:
     if name not in names:
-        pytest.skip(f"{name} is not installed: pip install '{KINDS[name].install}'")
+        pytest.skip(f"{name} is not installed: pip install '{KINDS[name].facts['install']}'")
 
 
 def expected(folder: Path) -> dict[str, dict[int, float]]:

@@ -9,7 +9,7 @@ from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.extras.methods.tree_grpo_credit import forest_advantages
-from treegraft.extras.methods.tree_search import plugin
+from treegraft.extras.methods.tree_search import TREE_GRPO
 
 
 def test_tree_grpo_by_hand() -> None:
@@ -26,5 +26,5 @@ def test_tree_grpo_by_hand() -> None:
     first = Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0))
     last = Part.of("s", Part("s", reward=1.0), Part("s", reward=1.0))
     tree = build_tree(Part.of("p", first, Part("s", reward=0.0), last))
-    leaves = assign_credit(tree, advantage=plugin.outcomes["tree_grpo"], eps=1e-15).leaves
+    leaves = assign_credit(tree, advantage=TREE_GRPO, eps=1e-15).leaves
     assert [leaf.advantage for leaf in leaves] == pytest.approx(found.tolist())

@@ -14,7 +14,7 @@ from tests.support.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Status, Tree
-from treegraft.policy.learn.credit import credit_trees, find_credit_rule
+from treegraft.policy.learn.credit import credit_trees, find_credit
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.config import Config
@@ -42,7 +42,7 @@ def signs(tree: Tree) -> Tree:
 def test_without_a_rule_the_settings_decide() -> None:
     tree = small_tree()
     config = load_config({"credit": {"advantage": "dr_grpo"}})
-    assert find_credit_rule(config) is None
+    assert find_credit(config).rule is None
     assert credit_trees([tree], config) == [assign_credit(tree, advantage="dr_grpo")]
     assert [leaf.advantage for leaf in credit_trees([tree], config)[0].leaves] == [0.5, -0.5, None]
 
@@ -66,7 +66,7 @@ def test_a_batch_is_compared_as_a_whole() -> None:
 def test_the_rule_reaches_the_tokens_by_hand() -> None:
     """Contributions in order of the leaves: two shared tokens and one own; two shared and two own;
     nothing of the failed one."""
-    (tree,) = credit_trees([small_tree()], NAMED, signs)
+    (tree,) = credit_trees([small_tree()], NAMED, find_credit(NAMED, signs))
     assert [leaf.weight for leaf in tree.leaves] == [0.5, 0.5, 0.0]
     batch = pack_trees([tree])
     assert batch.carries_loss[batch.trajectories == 2].tolist() == [False]
@@ -85,7 +85,8 @@ def test_the_rule_reaches_the_tokens_by_hand() -> None:
 
 def test_a_rule_sees_the_credit_of_the_settings() -> None:
     seen: list[Tree] = []
-    credit_trees([small_tree()], NAMED, lambda tree: seen.append(tree) or tree)
+    found = find_credit(NAMED, lambda tree: seen.append(tree) or tree)
+    credit_trees([small_tree()], NAMED, found)
     assert seen == [assign_credit(small_tree())]
 
 
@@ -122,7 +123,7 @@ def with_advantage(value: float | None) -> Callable[[Tree], Tree]:
 )
 def test_refusals(rule: Callable[[Tree], Tree], message: str) -> None:
     with pytest.raises(SettingError) as caught:
-        credit_trees([small_tree()], NAMED, rule)
+        credit_trees([small_tree()], NAMED, find_credit(NAMED, rule))
     assert "credit.rule 'mine:rule', tree " in str(caught.value)
     assert message in str(caught.value)
 
@@ -134,7 +135,7 @@ def test_a_rule_that_is_not_there_is_refused() -> None:
         ("math:pi", "credit-rule-invalid"),
     ]:
         with raises_code(code):
-            find_credit_rule(load_config({"credit": {"rule": name}}))
+            find_credit(load_config({"credit": {"rule": name}}))
 
 
 @pytest.mark.parametrize("setting", ["advantage", "attribution"])
@@ -144,7 +145,7 @@ def test_what_credit_names_is_missed_before_the_work(setting: str) -> None:
         ("math:pi", f"credit-{setting}-invalid"),
     ]:
         with raises_code(code, f"credit.{setting}"):
-            find_credit_rule(load_config({"credit": {setting: name}}))
+            find_credit(load_config({"credit": {setting: name}}))
 
 
 def test_numbers_of_numpy_become_those_that_json_holds() -> None:
@@ -158,7 +159,7 @@ def test_numbers_of_numpy_become_those_that_json_holds() -> None:
         steps = tuple(replace(step, advantage=np.float32(0.25)) for step in tree.steps)
         return replace(tree, leaves=leaves, steps=steps)
 
-    [found] = credit_trees([small_tree()], NAMED, rule)
+    [found] = credit_trees([small_tree()], NAMED, find_credit(NAMED, rule))
     read = tree_from_json(tree_to_json(found))
     assert [leaf.advantage for leaf in read.leaves] == [0.5, 0.5, None]
     assert {step.advantage for step in read.steps} == {0.25}

@@ -63,7 +63,7 @@ ELSEWHERE = {
     r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",
     r"treegraft study .* --out mine --table": "shows runs of hours; those of the clone are shown",
     r"treegraft --install-completion": "writes into the shell's start file",
-    r"treegraft config explore\.half": "a page's plugin; tests/project/test_readme.py loads it",
+    r"treegraft config explore\.half": "a page's extension; tests/project/test_readme.py loads it",
     r"treegraft train eight\.toml": "7B on eight GPUs; `treegraft doctor eight.toml` is run",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; test_remote_search.py",
     r"treegraft (train|profile) recipes/smollm2": "minutes of a language model's training; "
@@ -197,7 +197,7 @@ def test_a_printed_command_is_understood(
 
 def treegraft(words: list[str], _: pytest.MonkeyPatch) -> None:
     """Through the parser; settings through the recipe."""
-    if "explore.half" in words:  # the page's plugin brings it
+    if "explore.half" in words:  # the page's extension brings it
         return
     command, rest, context = path_of(tuple(words))
     if not rest:

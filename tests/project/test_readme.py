@@ -51,7 +51,7 @@ WARMUP = {"warmup.num_steps": 2, "warmup.batch_size": 4, "warmup.lr_warmup_steps
 
 
 def test_the_marked_sections_are_found() -> None:
-    assert {"python.md", "tools.md", "own-explorer.md", "other-trainers.md"} <= {
+    assert {"python.md", "tools.md", "extensions.md", "other-trainers.md"} <= {
         place.partition(":")[0] for place in runnable()
     }
     marked = sum(page.count("<!-- runnable -->") for page in PAGES.values())

@@ -553,17 +553,17 @@ def test_facts_speak_of_settings_that_exist() -> None:
 
 
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
-    from treegraft.core.plugin import CORE_NAMES
+    from treegraft.core.registry import CORE_NAMES
     from treegraft.explore.build import MAKERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
-    tables = {"explorers": MAKERS, "tasks": TASKS, "rewards": REWARDS, "tools": TOOLS}
+    tables = {"explorer": MAKERS, "tasks": TASKS, "reward": REWARDS, "tool": TOOLS}
     for kind, table in tables.items():
         assert CORE_NAMES[kind] == tuple(table)
-    asked = {found.facts.plugins for found in known_settings().values()}
-    assert set(CORE_NAMES) - asked == {"commands"}
+    asked = {found.facts.seam for found in known_settings().values()}
+    assert set(CORE_NAMES) - asked == {"command"}
 
 
 def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:

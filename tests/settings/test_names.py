@@ -15,7 +15,7 @@ import pytest
 from tests.support.pages import builder as load_builder
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import plugins
+from treegraft.core.registry import extensions
 from treegraft.settings.config import known_settings
 from treegraft.settings.load import load_config
 from treegraft.settings.names import FRAMEWORKS, answers
@@ -64,7 +64,7 @@ def test_answers_name_settings_that_exist_and_no_name_twice(builder: ModuleType)
     seen: set[str] = set()
     for answer in builder.all_answers():
         # Some settings are those of extensions, which may be deleted.
-        assert set(answer.here) <= set(known) or not plugins().members
+        assert set(answer.here) <= set(known) or not extensions().entries
         assert answer.note or answer.here, answer
         for name in (*answer.trl, *answer.verl):
             assert name not in seen

@@ -30,7 +30,7 @@ from treegraft import (
     train,
 )
 from treegraft.core.given import GivenObjects, giving, import_path
-from treegraft.core.plugin import load_object
+from treegraft.core.import_paths import load_object
 from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start, grove
 from treegraft.settings.objects import with_objects
 from treegraft.tasks.build import build_tasks

@@ -12,7 +12,7 @@ from treegraft.core.shipped import shipped_recipes
 from treegraft.core.types import GraftCause
 from treegraft.extras.lab.shape import model_shape
 from treegraft.extras.lab.sizing import Plan, sizing
-from treegraft.extras.search.plugin import plugin as searches
+from treegraft.extras.search.plugin import findings as search_findings
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.explore import reads_buffer
 from treegraft.settings.load import load_config
@@ -116,7 +116,7 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     monkeypatch.setenv("TREEGRAFT_DATA", str(tmp_path))
     config = load_config(name)
     found = [*weights(config), *cards(config, 0), *data_files(config)]
-    found += searches.findings(config)
+    found += search_findings(config)
     lacks = {one.name for one in found if not one.is_good or one.is_doubtful}
     assert {"model.path", "GPUs", "tasks.dataset.train"} <= lacks
     is_dense = config.tools.search.kind == "dense"

@@ -171,7 +171,8 @@ class EmptySource:
 
 def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "treegraft.core.plugin.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
+        "treegraft.core.import_paths.load_object",
+        {"mine:Empty": EmptySource, "mine:World": _world}.get,
     )
     with raises_code("members-missing"):
         build_tasks(TasksSettings(kind="mine:Empty"), seed=0)

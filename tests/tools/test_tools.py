@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field
 from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft.core.import_paths import load_object
 from treegraft.core.interfaces import Capability, Tool
-from treegraft.core.plugin import load_object
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.tools import ToolsSettings

@@ -17,7 +17,7 @@ from tests.support.tiny import differing, tiny
 
 from treegraft.assemble import assemble_engine
 from treegraft.core.interfaces import Engine, Retrieved, Retriever
-from treegraft.core.plugin import PlacementKind
+from treegraft.core.registry import Entry
 from treegraft.core.types import GraftCause, StepContent, Task, ToolCall, Trace
 from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
@@ -75,16 +75,16 @@ class Elsewhere:
 
 
 def placed(config: Config) -> AbstractContextManager[Elsewhere]:
-    """The maker of the placement, as a plugin names it."""
+    """The maker of the placement, as an extension names it."""
     return nullcontext(Elsewhere())
 
 
 def test_a_run_whose_trees_grow_elsewhere_is_that_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = PlacementKind(path=f"{__name__}:placed", command="train")
-    known = {"placements": {"elsewhere": kind}}
-    monkeypatch.setattr("treegraft.launch.offered", lambda of: known.get(of, {}))
+    entry = Entry("placement", "elsewhere", f"{__name__}:placed", facts={"command": "train"})
+    known = {"placement": {"elsewhere": entry}}
+    monkeypatch.setattr("treegraft.launch.registered", lambda of: known.get(of, {}))
     Elsewhere.orders.clear()
     for name, placement in (("alone", None), ("spread", "elsewhere")):
         tables = {**GRAFTING, "run": {"dir": str(tmp_path), "name": name, "num_updates": 3}}

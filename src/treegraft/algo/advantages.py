@@ -21,7 +21,8 @@ from treegraft.algo.groups import (
     whitened,
 )
 from treegraft.algo.rapo import combined_advantages, path_retrieval_reward, path_retrieved_frac
-from treegraft.core.plugin import OutcomeKind, loaded
+from treegraft.core.kinds import OutcomeKind
+from treegraft.core.registry import loaded
 from treegraft.core.types import (
     ROOT_ID,
     Leaf,
@@ -90,8 +91,8 @@ def assign_credit(
     others' weights sum to 1 without them.
 
     Args:
-        advantage: how the outcome is compared: a name of the core, or a plugin's; one of those over
-            a whole batch needs `outcomes`.
+        advantage: how the outcome is compared: a name of the core, or an extension's; one of those
+            over a whole batch needs `outcomes`.
         outcomes: [leaves in the group] advantages of the outcome, computed already; None computes
             them.
         attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
@@ -147,7 +148,7 @@ def attributed(
     attribution: Literal["soft", "hard"] | States,
 ) -> Sequence[float | None]:
     """Returns [steps] `Step.advantage`, None where a trajectory's own stands: ARPO's soft and hard
-    attribution (arXiv 2507.19849), or a plugin's; see `assign_credit`.
+    attribution (arXiv 2507.19849), or an extension's; see `assign_credit`.
 
     Raises:
         ValueError: an unknown name.
@@ -233,7 +234,7 @@ def outcome_advantages(
     is_apart: bool = True,
 ) -> Floats:
     """Returns [members] the advantages of outcomes, by GRPO (arXiv 2402.03300), one of its kin, or
-    a plugin; see `assign_credit`.
+    an extension; see `assign_credit`.
 
     Raises:
         ValueError: a name that is unknown, or compares a whole batch.
@@ -262,7 +263,7 @@ def outcome_advantages(
 
 def scale_of(advantage: str) -> Scale:
     """Returns how rewards are scaled where outcomes are compared by this name: GRPO's deviation
-    (arXiv 2402.03300) for names of plugins."""
+    (arXiv 2402.03300) for names of extensions."""
     return _SCALES.get(advantage, "std")
 
 

@@ -26,7 +26,7 @@ from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
 from treegraft.core.packages import OPTIONAL
-from treegraft.core.plugin import loaded, offered, plugins
+from treegraft.core.registry import registered
 from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config, known_settings
@@ -161,14 +161,14 @@ def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.credit.rule or ""]
     for setting, known in known_settings().items():
-        if known.facts.plugins:
+        if known.facts.seam:
             value = value_of(config, setting)
             names += [value] if isinstance(value, str) else value
     for name in names:
         module, _, attribute = name.partition(":")
         if attribute:
             # Only the first name: the spec of a submodule needs its parents imported. As for
-            # `plugins`, the working directory counts.
+            # extensions, the working directory counts.
             first = module.partition(".")[0]
             spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
             with contextlib.suppress(ValueError):  # no name, or a script's
@@ -294,15 +294,15 @@ def _num_words(config: Config) -> int:
 
 
 def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
-    """The sections of plugins by title."""
+    """The sections of extensions by title."""
     made = {
-        title: loaded(entry)(config, machine) for title, entry in offered("examinations").items()
+        title: entry.load()(config, machine) for title, entry in registered("examination").items()
     }
     found = {title: list(findings) for title, findings in made.items() if findings is not None}
     if machine.num_gpus is not None and "memory" not in found:
         raise SettingError(
-            f"command line: --gpus: got {machine.num_gpus}; expected a plugin that estimates the"
-            " memory of GPUs which need not be here, and there is none. Leave it out.",
+            f"command line: --gpus: got {machine.num_gpus}; expected an extension that estimates"
+            " the memory of GPUs which need not be here, and there is none. Leave it out.",
             code="gpus-not-estimated",
         )
     return found
@@ -322,14 +322,14 @@ def examine(config: Config | None, **asked: Any) -> Examination:
     place = _machine_for(config, asked)
     more = _examined(config, place)
     *parts, total = more.pop("memory", None) or [
-        Finding("memory", "not estimated", note="no plugin estimates it")
+        Finding("memory", "not estimated", note="no extension estimates it")
     ]
     found.sections |= {
         "memory": [*parts, total],
         "data and own parts": [
             *weights(config),
             *data_files(config),
-            *(one for member in plugins().members for one in member.findings(config)),
+            *(one for entry in registered("finding").values() for one in entry.load()(config)),
             *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],
@@ -358,8 +358,8 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
-            for name, trial in offered("trials").items():
-                found.sections[name] = await loaded(trial)(setup)
+            for name, trial in registered("trial").items():
+                found.sections[name] = await trial.load()(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

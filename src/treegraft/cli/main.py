@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | buffer |
-config | doctor`, and what plugins bring.
+config | doctor`, and what extensions bring.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -48,7 +48,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
-from treegraft.core.plugin import loaded, offered_comparisons
+from treegraft.core.registry import registered_with_commands
 
 NARROWEST = 16
 """Characters of a column of `compare`: a cost of ten million and the space beside it."""
@@ -212,9 +212,9 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print accuracy and cost of several runs side by side, or two suites item by item."""
-    for file, comparison in offered_comparisons().items():
+    for file, comparison in registered_with_commands("comparison").items():
         if any((folder / file).is_file() for folder in runs):
-            loaded(comparison)(runs, as_json)
+            comparison.load()(runs, as_json)
             return
     from rich.console import Console
     from rich.text import Text

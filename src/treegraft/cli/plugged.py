@@ -1,4 +1,4 @@
-"""Commands that plugins bring, beside those of the core."""
+"""Commands that extensions bring, beside those of the core."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treegraft.core.plugin import Command, load_object, offered_commands
+from treegraft.core.import_paths import load_object
+from treegraft.core.registry import Entry, registered_with_commands
 
 
 class Plugged(TyperGroup):
-    """A group of commands, then those of plugins."""
+    """A group of commands, then those of extensions."""
 
     prefix: ClassVar[str] = ""
-    """What the names of plugins' commands in this group begin with, such as "eval "."""
+    """What the names of extensions' commands in this group begin with, such as "eval "."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the names of all commands."""
@@ -26,26 +27,26 @@ class Plugged(TyperGroup):
         plugged = self._plugged().get(cmd_name)
         if plugged is None:
             return super().get_command(ctx, cmd_name)
-        return TyperCommand(cmd_name, help=plugged.help)
+        return TyperCommand(cmd_name, help=plugged.facts["help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Returns the name, the command and the words after it."""
         plugged = self._plugged().get(args[0] if args else "")
         if plugged is None:
             return super().resolve_command(ctx, args)
-        return args[0], loaded_command(args[0], plugged.path), args[1:]
+        return args[0], loaded_command(args[0], plugged.value), args[1:]
 
-    def _plugged(self) -> Mapping[str, Command]:
+    def _plugged(self) -> Mapping[str, Entry]:
         found = {
             name.removeprefix(self.prefix): one
-            for name, one in offered_commands().items()
+            for name, one in registered_with_commands("command").items()
             if name.startswith(self.prefix)
         }
         return {name: one for name, one in found.items() if " " not in name}
 
 
 def loaded_command(name: str, path: str) -> Any:
-    """The command of a plugin, from a typer function or a `typer.Typer`."""
+    """The command of an extension, from a typer function or a `typer.Typer`."""
     found = load_object(path)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from treegraft.core.plugin import EXTRAS
+from treegraft.core.registry import EXTRAS
 
 PACKAGE = "treegraft."
 

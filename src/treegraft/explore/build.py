@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from treegraft.core.import_paths import make, pick
 from treegraft.core.interfaces import Explorer
-from treegraft.core.plugin import ExplorerFacts, loaded, make, pick
+from treegraft.core.kinds import ExplorerFacts
+from treegraft.core.registry import loaded
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+from treegraft.core.import_paths import blaming
 from treegraft.core.interfaces import Explorer, Restarting
-from treegraft.core.plugin import blaming
 from treegraft.core.types import Branch, Expand, Generate, Graft, PathView, Retry, Start, Tree
 
 

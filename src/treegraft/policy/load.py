@@ -19,9 +19,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.given import GIVEN
+from treegraft.core.import_paths import load_object
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
-from treegraft.core.plugin import load_object
 from treegraft.policy.checkpoint import with_saved_adapter
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.registry import registered
 from treegraft.runs.health_rules import RULES, History, MetricsLine, Rule, number
 from treegraft.settings.health import HealthSettings
 
@@ -20,8 +20,8 @@ PREFIX = "health/"
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
-    """Returns the rules of all warnings, those of plugins behind ours."""
-    return (*RULES, *(loaded(one) for one in offered("warnings").values()))
+    """Returns the rules of all warnings, those of extensions after ours."""
+    return (*RULES, *(one.load() for one in registered("warning").values()))
 
 
 @dataclass(frozen=True, slots=True)

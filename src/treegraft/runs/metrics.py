@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from treegraft.core.errors import nearest
-from treegraft.core.plugin import offered
+from treegraft.core.registry import registered
 
 
 def _meanings() -> dict[str, str]:
@@ -25,8 +25,9 @@ METRICS: Mapping[str, str] = _meanings()
 
 @functools.cache
 def known_metrics() -> Mapping[str, str]:
-    """Returns every metric key with its meaning, those of plugins behind ours."""
-    return {**METRICS, **offered("metrics")}
+    """Returns every metric key with its meaning, those of extensions after ours."""
+    others = {key: entry.value for key, entry in registered("metric").items()}
+    return {**METRICS, **others}
 
 
 @functools.cache

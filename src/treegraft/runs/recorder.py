@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.registry import registered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.health import Monitor, explained
@@ -119,9 +119,9 @@ class Recorder:
             self._health = Monitor(self._config.health, history)
             for text in warnings:
                 display.warn(text)
-            for setting, entry in offered("services").items():
+            for setting, entry in registered("service").items():
                 if (value := value_of(self._config, setting)) is not None:
-                    service = loaded(entry)(value, path, lambda: self.latest)
+                    service = entry.load()(value, path, lambda: self.latest)
                     ends.callback(service.close)
                     display.note(service.place)
             title = f"{self._config.model.path} on {self._config.tasks.kind}"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
+from treegraft.core.import_paths import make, pick
 from treegraft.core.interfaces import Tracker
 from treegraft.core.packages import is_installed, not_installed
-from treegraft.core.plugin import TrackerKind, load_object, make, offered, pick
+from treegraft.core.registry import registered
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.health import HealthWarning, explained
@@ -33,17 +34,17 @@ def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
 
 
 def _find(name: str) -> Maker:
-    known = offered("trackers")
+    known = registered("tracker")
     found = pick(name, known, SETTING)
     if name not in known:
         return partial(_make_own, found, name)
-    kind: TrackerKind = found
-    if not is_installed(kind.module):
+    module = found.facts.get("module", "")
+    if module and not is_installed(module):
         raise SettingError(
-            not_installed(f"{SETTING}: '{name}'", [kind.module], kind.install),
+            not_installed(f"{SETTING}: '{name}'", [module], found.facts["install"]),
             code="package-missing",
         )
-    maker: Maker = load_object(kind.path)
+    maker: Maker = found.load()
     return maker
 
 

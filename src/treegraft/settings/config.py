@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import loaded, plugins
+from treegraft.core.registry import extensions, loaded
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -142,7 +142,7 @@ class CheckpointSettings(Settings):
 
 
 class TrackSettings(Settings):
-    trackers: list[str] = setting([], plugins="trackers", resumable=True, ignored_by_eval=True)
+    trackers: list[str] = setting([], seam="tracker", resumable=True, ignored_by_eval=True)
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
     record_trees: bool = True
@@ -191,33 +191,37 @@ class Config(Settings):
     health: HealthSettings = setting(HealthSettings(), resumable=True, ignored_by_eval=True)
 
 
-def _with_plugins(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
-    """The root with the settings of plugins, and a sentence for each plugin that was left out."""
-    known, problems = plugins(), []
-    members = [(one.name, one.settings) for one in known.members if one.settings]
+def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
+    """The root with the settings of extensions, and a sentence for each one that was left out."""
+    known = extensions()
+    brought = [
+        (entry.owner, entry.brings["settings"])
+        for entry in known.entries
+        if "settings" in entry.brings
+    ]
     try:
         added: dict[str, list[type[Settings]]] = {}
-        for _, tables in members:
+        for _, tables in brought:
             for name, table in tables.items():
                 added.setdefault(name, []).append(loaded(table))
         return joined(core, added, __name__), known.problems
     except SettingError:
-        # One by one, so that the others stay whole.
-        for owner, tables in members:
-            try:
-                core = joined(
-                    core, {name: [loaded(table)] for name, table in tables.items()}, __name__
-                )
-            except SettingError as error:
-                problems.append(f"plugin '{owner}': {error}")
-        return core, (*known.problems, *problems)
+        pass
+    # One by one, so that the others stay whole.
+    problems = list(known.problems)
+    for owner, tables in brought:
+        try:
+            core = joined(core, {name: [loaded(table)] for name, table in tables.items()}, __name__)
+        except SettingError as error:
+            problems.append(f"extension '{owner}': {error}")
+    return core, tuple(problems)
 
 
 if TYPE_CHECKING:
-    PLUGIN_PROBLEMS: tuple[str, ...] = ()
+    LEFT_OUT: tuple[str, ...] = ()
 else:
-    # Settings of plugins are declared beside the code that reads them.
-    Config, PLUGIN_PROBLEMS = _with_plugins(Config)
+    # Settings of extensions are declared beside the code that reads them.
+    Config, LEFT_OUT = _with_extensions(Config)
     for _found in walk(Config):
         if _found.table is not None and _found.table.__module__ == __name__:
             # Where pickle looks for it.
@@ -225,7 +229,7 @@ else:
 
 
 def table_class(name: str) -> type[Settings]:
-    """Returns the class of the table of this dotted name, with the settings of plugins."""
+    """Returns the class of the table of this dotted name, with the settings of extensions."""
     table = tables_and_settings()[name].table
     assert table is not None, name
     return table

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
-from treegraft.core.plugin import offered, plugins, unknown_name
+from treegraft.core.registry import extensions, registered
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
@@ -66,12 +67,13 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _rule_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.credit.rule
-    kind = offered("outcomes").get(config.credit.advantage)
-    if kind and kind.attributions and config.credit.attribution not in kind.attributions:
+    entry = registered("advantage").get(config.credit.advantage)
+    fitting = entry.value.attributions if entry else ()
+    if fitting and config.credit.attribution not in fitting:
         yield Contradiction(
             ("credit.attribution", "credit.advantage"),
             f"credit.attribution: got '{config.credit.attribution}', expected"
-            f" {' or '.join(map(repr, kind.attributions))} with credit.advantage ="
+            f" {' or '.join(map(repr, fitting))} with credit.advantage ="
             f" '{config.credit.advantage}', which says itself what shared steps carry.",
         )
     if name is not None and ":" not in name:
@@ -159,8 +161,9 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
-    members = plugins().members
-    if config.tasks.kind in {"search_world", *(kind for one in members for kind in one.generated)}:
+    entry = registered("tasks").get(config.tasks.kind)
+    facts = {} if entry is None else entry.facts
+    if config.tasks.kind == "search_world" or facts.get("generated"):
         for name in ("num_train", "num_eval"):
             if (num := getattr(config.tasks, name)) > MAX_GENERATED:
                 yield Contradiction(
@@ -172,9 +175,8 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
         whole = ": the penalty would act from the first token on"
         yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
-    toolless = {"dataset", *(kind for one in members for kind in one.toolless)}
-    brings_none = config.tasks.kind in toolless
-    has_set = any(getattr(config.tools, one) for one in offered("toolsets"))
+    brings_none = config.tasks.kind == "dataset" or facts.get("toolless")
+    has_set = any(getattr(config.tools, one) for one in registered("toolset"))
     has_any = config.tools.use or has_set or config.environment.kind
     if brings_none and not has_any and config.rollout.max_tool_calls > 0:
         yield Contradiction(
@@ -329,7 +331,7 @@ def contradictions(config: Config) -> list[Contradiction]:
         secrets_written,
         sampling_wrong,
     )
-    others = (check for plugin in plugins().members for check in plugin.checks)
+    others = (check for entry in extensions().entries for check in entry.brings.get("checks", ()))
     return [fault for check in (*checks, *others) for fault in check(config)]
 
 

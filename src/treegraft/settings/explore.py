@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import field_validator
 
-from treegraft.core.plugin import ExplorerKind, offered
+from treegraft.core.kinds import ExplorerKind
+from treegraft.core.registry import registered
 from treegraft.settings.table import Condition, Settings, has, setting, value_of, when
 
 with_arpo = has("explore.explorers", "entropy", or_own=True)
@@ -33,7 +35,14 @@ _BY_METHOD = {str(kind.title).casefold(): name for name, kind in CORE_EXPLORERS.
 
 def explorer_kinds(names: Sequence[str]) -> dict[str, ExplorerKind]:
     """Returns the facts about those of the explorers that have a name, import paths left out."""
-    known = {**CORE_EXPLORERS, **offered("explorers")}
+    return _kinds(tuple(names))
+
+
+@functools.cache
+def _kinds(names: tuple[str, ...]) -> dict[str, ExplorerKind]:
+    # Once for each list of names: settings, checks and every part of a run go by these facts.
+    others = {name: entry.value for name, entry in registered("explorer").items()}
+    known = {**CORE_EXPLORERS, **others}
     return {name: known[name] for name in names if name in known}
 
 
@@ -58,10 +67,12 @@ def idle_told(config: Settings) -> dict[str, Callable[[Settings], str]]:
     return {name: why for kind in chosen_kinds(config).values() for name, why in kind.idle.items()}
 
 
-def default_told(config: Settings, name: str) -> Any:
-    """Returns the default that a chosen explorer has for a setting, None for none."""
-    told = (kind.defaults.get(name) for kind in chosen_kinds(config).values())
-    return next((value for value in told if value is not None), None)
+def defaults_told(config: Settings) -> dict[str, Any]:
+    """Returns the defaults that chosen explorers have for settings of others, by dotted name."""
+    told: dict[str, Any] = {}
+    for kind in chosen_kinds(config).values():
+        told = {**kind.defaults, **told}
+    return told
 
 
 def teaches(config: Settings) -> str:
@@ -166,10 +177,10 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
-    explorers: list[str] = setting(["independent"], min_length=1, plugins="explorers")
+    explorers: list[str] = setting(["independent"], min_length=1, seam="explorer")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
-    "graft" (RAPO), names that plugins bring, or import paths "package.module:Explorer". Starts come
-    from the first, grafts from the first that wants one, branches from all. "grpo", "arpo" and
+    "graft" (RAPO), names that extensions bring, or import paths "package.module:Explorer". Starts
+    come from the first, grafts from the first that wants one, branches from all. "grpo", "arpo" and
     "rapo" are aliases of the first three."""
     num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or

@@ -22,14 +22,14 @@ from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, TreegraftError
 from treegraft.settings.config import (
-    PLUGIN_PROBLEMS,
+    LEFT_OUT,
     Config,
     known_settings,
     settings_with,
     tables_and_settings,
 )
 from treegraft.settings.contradictions import contradictions
-from treegraft.settings.explore import default_told, idle_told
+from treegraft.settings.explore import defaults_told, idle_told
 from treegraft.settings.here import engine_here
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
@@ -332,9 +332,9 @@ def idle_reasons(name: str, config: Config, used: Sequence[str] = ()) -> list[st
 
 def default_of(config: Config, name: str) -> Any:
     """Returns the default of a setting if the other settings are these."""
-    told = default_told(config, name)
-    if told is not None:
-        return told
+    told = defaults_told(config)
+    if name in told:
+        return told[name]
     follows = known_settings()[name].facts.default_of
     return value_of(_defaults(), name) if follows is None else follows(config)
 
@@ -347,11 +347,11 @@ def _defaults() -> Config:
 
 def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]) -> Config:
     """Returns `config`, made of `data`, with the defaults that follow other settings."""
+    told = defaults_told(config)
     following = [
         name
         for name, known in known_settings().items()
-        if known.facts.default_of or default_told(config, name) is not None
-        if not _is_given(data, name)
+        if (known.facts.default_of or name in told) and not _is_given(data, name)
     ]
     for name in following:
         _put(data, name, default_of(config, name))
@@ -417,8 +417,8 @@ def load_config(
         means none.
         replaces: whether they replace the source's own; otherwise the two must agree.
     """
-    if PLUGIN_PROBLEMS:
-        raise SettingError("\n".join(PLUGIN_PROBLEMS), code="plugins-broken")
+    if LEFT_OUT:
+        raise SettingError("\n".join(LEFT_OUT), code="plugins-broken")
     data: dict[str, Any]
     if isinstance(source, Config):
         # Only what was given: the rest may follow from overrides.

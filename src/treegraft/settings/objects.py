@@ -42,7 +42,7 @@ class Objects(TypedDict, total=False):
     credit: Callable[[Tree], Tree] | str | None
     """A function from a credited tree to the same with other advantages."""
     objective: Named | None
-    """A policy-gradient objective as plugins bring it, or the name of one."""
+    """A policy-gradient objective as extensions register it, or the name of one."""
 
 
 Source = Config | Mapping[str, Any] | str | Path

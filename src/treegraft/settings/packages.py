@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treegraft.core.packages import lacking
-from treegraft.core.plugin import plugins
+from treegraft.core.registry import extensions
 from treegraft.settings.config import Config
 from treegraft.settings.explore import retrieving
 
@@ -26,9 +26,10 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
     for is_used, table, encoder in encoders:
         is_model = is_used and encoder != "hashing"
         yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
-    for plugin in plugins().members:
-        for what, modules in plugin.needs(config):
-            yield True, what, modules
+    for entry in extensions().entries:
+        if needs := entry.brings.get("needs"):
+            for what, modules in needs(config):
+                yield True, what, modules
 
 
 def missing_packages(config: Config) -> dict[str, str]:

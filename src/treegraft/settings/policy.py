@@ -242,7 +242,7 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: str = setting("auto", plugins="senders", same_answers=True)
+    kind: str = setting("auto", seam="sender", same_answers=True)
     """How servers get new weights: "shared" through a folder in shared memory (servers on this
     machine), "disk" through one beside the run folder, which the servers must see under the same
     path; "auto" takes "shared" where it has room for two copies. "memory" sends them in buckets to
@@ -258,7 +258,7 @@ class PublishSettings(Settings):
 
 
 class EngineSettings(Settings):
-    kind: str = setting("native", plugins="engines")
+    kind: str = setting("native", seam="engine")
     """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
     environment of vLLM, else "native") or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
@@ -280,11 +280,12 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: str = setting("grpo", plugins="outcomes")
+    advantage: str = setting("grpo", seam="advantage")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "reinforce++": rewards whitened over all tokens of the update;
-    "reinforce++-baseline": the same after the group's mean is taken off; names that plugins bring;
-    or an import path of a function of your own, from the trajectories of a group and eps."""
+    "reinforce++-baseline": the same after the group's mean is taken off; names that extensions
+    bring; or an import path of a function of your own, from the trajectories of a group and
+    eps."""
     eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
     """Added to the standard deviations of rewards, retrieval rewards and states."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
@@ -292,9 +293,9 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: str = setting("soft", plugins="attributions", idle_unless=(_shares_steps,))
+    attribution: str = setting("soft", seam="attribution", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
-    their mean; a name that a plugin brings, or an import path."""
+    their mean; a name that an extension brings, or an import path."""
     retrieval_reward: RetrievalVariant = setting(
         "paper", idle_unless=(with_graft, when("credit.retrieval_weight"))
     )
@@ -320,10 +321,10 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
-    objective: str = setting("clip", plugins="objectives")
+    objective: str = setting("clip", seam="objective")
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
     detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
-    a name that a plugin brings, or an import path."""
+    a name that an extension brings, or an import path."""
     clip_low: float = setting(
         0.28, ge=0, le=1, default_of=_by_objective(gspo=3e-4, cispo=1.0), idle_unless=(_clips,)
     )

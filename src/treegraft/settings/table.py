@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import CORE_NAMES, loaded, offered
+from treegraft.core.registry import CORE_NAMES, registered
 
 
 class Settings(BaseModel):
@@ -45,14 +45,14 @@ def with_value(settings: _Settings, name: str, value: Any) -> _Settings:
 
 
 def with_choices(config: _Settings, before: Settings | None = None) -> _Settings:
-    """Returns a configuration with what it leaves to this machine, by the plugins that choose it.
+    """Returns a configuration with what it leaves to this machine, as extensions choose it.
 
     Args:
         before: the configuration of the run that goes on, which has chosen already; None chooses.
     """
-    for name, choice in offered("choices").items():
+    for name, choice in registered("choice").items():
         if value_of(config, name) == "auto":
-            value = value_of(before, name) if before else loaded(choice)(config)
+            value = value_of(before, name) if before else choice.load()(config)
             config = with_value(config, name, value)
     return config
 
@@ -138,9 +138,9 @@ address or listens at one, or does "nothing". That of a value without a declarat
 class Facts:
     """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
 
-    plugins: str = ""
-    """What it names, besides import paths: one of `core.plugin.KINDS`, of which the core has its
-    own and plugins bring more; empty for a setting without such names."""
+    seam: str = ""
+    """The seam of the registry whose names it takes besides import paths; empty for a setting
+    without such names."""
     idle_unless: tuple[Callable[[Any], str], ...] = ()
     """Each a `Condition`, or a function of the whole configuration that returns why the setting has
     no effect, "" where it has one. Typed on the command line without effect it is an error; in a
@@ -163,7 +163,7 @@ class Facts:
     retrieval_source: bool = False
     """Decides whose steps are retrieved."""
     acts: Act | None = None
-    """What its value does. None: an import path in place of a name of `plugins` imports; any other
+    """What its value does. None: an import path in place of a name of `seam` imports; any other
     text of the writer's own is "unknown"; numbers and fixed words do nothing."""
 
 
@@ -226,13 +226,13 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it takes besides import paths, ours first, then those of plugins."""
-        kind = self.facts.plugins
-        return (*CORE_NAMES.get(kind, ()), *offered(kind)) if kind else ()
+        """The names that it takes besides import paths, ours first, then those of extensions."""
+        seam = self.facts.seam
+        return (*CORE_NAMES.get(seam, ()), *registered(seam)) if seam else ()
 
     def act(self, value: Any) -> Act:
         """Returns what this value of it would do."""
-        if self.facts.plugins:
+        if self.facts.seam:
             named = value if isinstance(value, list) else [value]
             return "nothing" if all(one in self.names for one in named) else "imports"
         return self.facts.acts or ("unknown" if _takes_text(self.field.annotation) else "nothing")
@@ -330,7 +330,7 @@ def joined(
         for name, field in more.model_fields.items():
             if name in table.model_fields or name in fields:
                 raise SettingError(
-                    f"plugin settings: '{prefix}{name}' of {more.__module__} is there already;"
+                    f"settings: '{prefix}{name}' of {more.__module__} is there already;"
                     " expected a name of its own.",
                     code="plugin-setting-taken",
                 )

@@ -58,9 +58,9 @@ class DatasetSettings(Settings):
 
 
 class TasksSettings(Settings):
-    kind: str = setting("search_world", plugins="tasks")
-    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that a plugin
-    brings, or an import path "package.module:Name"."""
+    kind: str = setting("search_world", seam="tasks")
+    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that an
+    extension brings, or an import path "package.module:Name"."""
     num_train: int = setting(600, ge=1, ignored_by_eval=True)
     """Training tasks; a data set with fewer rows, or games with fewer variations, use all they
     have."""
@@ -75,9 +75,9 @@ class TasksSettings(Settings):
 
 
 class SamplerSettings(Settings):
-    kind: str = setting("epochs", plugins="samplers")
+    kind: str = setting("epochs", seam="sampler")
     """Which training tasks an update deals: "epochs" (each once, then each once again in another
-    order), a name that a plugin brings, or an import path "package.module:Name"."""
+    order), a name that an extension brings, or an import path "package.module:Name"."""
     options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("sampler.kind"))
     """Keyword arguments of a sampler given by import path."""
 
@@ -94,10 +94,10 @@ def _boxes_in_tags(config: Settings) -> bool:
 
 
 class FormatSettings(Settings):
-    kind: str = setting("tags", plugins="formats")
+    kind: str = setting("tags", seam="format")
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
-    calls and results as the model's own chat template writes them; a name that a plugin brings, or
-    an import path."""
+    calls and results as the model's own chat template writes them; a name that an extension
+    brings, or an import path."""
     chat_template: str | None = setting(None, acts="imports", idle_unless=_in_chat)
     """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
     fits; "own" insists on the model's; "chatml", "llama3", "gemma", "mistral" and "plain" are ours;
@@ -130,7 +130,7 @@ def _fifth_of_the_limit(config: Settings) -> int:
 
 
 class RewardSettings(Settings):
-    funcs: list[str] = setting(["hierarchical"], plugins="rewards", min_length=1)
+    funcs: list[str] = setting(["hierarchical"], seam="reward", min_length=1)
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward),
     "overlong" (DAPO's penalty, 0 to -1, added to the others), or import paths
     "package.module:function"."""

@@ -16,8 +16,8 @@ S = TypeVar("S", bound=Settings)
 class SearchToolSettings(Settings):
     """Settings of the search tool."""
 
-    kind: str = setting("bm25", plugins="searches")
-    """"bm25" and "dense" search a corpus of your own; plugins bring "http", a server that speaks
+    kind: str = setting("bm25", seam="search")
+    """"bm25" and "dense" search a corpus of your own; extensions bring "http", a server that speaks
     Search-R1's retrieve protocol (such as `treegraft serve search`), and "web", a search engine; or
     the import path of a class or function, called with this table."""
     corpus: str = setting("", acts="reads", idle_unless=when("tools.search.kind", "bm25", "dense"))
@@ -35,8 +35,8 @@ class SearchToolSettings(Settings):
 
 
 class ToolsSettings(Settings):
-    use: list[str] = setting([], plugins="tools")
-    """"search", names that plugins bring ("python", "browse"), or import paths
+    use: list[str] = setting([], seam="tool")
+    """"search", names that extensions bring ("python", "browse"), or import paths
     "package.module:function"; the tasks' own tools are always on."""
     deadline_s: float = setting(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
@@ -66,7 +66,7 @@ class ToolsSettings(Settings):
 class EnvironmentSettings(Settings):
     """Settings of the environment; without a kind there is none."""
 
-    kind: str = setting("", plugins="environments")
+    kind: str = setting("", seam="environment")
     """The environment that each trajectory gets one of: an import path "package.module:Class"
     (TRL's convention: `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a
     session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), "sokoban",
@@ -124,7 +124,7 @@ class EnvironmentSettings(Settings):
 
 def how_stateless(tools: ToolsSettings) -> str:
     """Returns how a server's tools are declared stateless, "" where the recipe names no server."""
-    # A setting of a plugin, which may be missing.
+    # A setting of an extension, which may be missing.
     servers = getattr(tools, "mcp", ())
     names = [server.name for server in servers if server.capability != "stateless"]
     if not names:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from treegraft.core.errors import DataError, about
+from treegraft.core.import_paths import make
 from treegraft.core.interfaces import TaskSource, Tool
-from treegraft.core.plugin import chosen, make
+from treegraft.core.registry import find
 from treegraft.core.types import Task
 from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tasks import TasksSettings
@@ -31,7 +32,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    found = chosen(settings.kind, TASKS, "tasks", "tasks.kind")
+    found = find(settings.kind, TASKS, "tasks", "tasks.kind")
     if ":" not in settings.kind:
         built_in: TaskSource = found(settings, seed)
         return built_in

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from treegraft.core.errors import SettingError
+from treegraft.core.import_paths import blaming
 from treegraft.core.interfaces import TaskSampler
-from treegraft.core.plugin import blaming
 from treegraft.core.types import Task, Tree
 
 SETTING = "sampler.kind"

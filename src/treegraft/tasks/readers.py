@@ -17,8 +17,8 @@ from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest_file
 from treegraft.core.given import GIVEN
+from treegraft.core.import_paths import load_object
 from treegraft.core.packages import require
-from treegraft.core.plugin import load_object
 from treegraft.core.text import TAGS
 
 HUB = "hub:"

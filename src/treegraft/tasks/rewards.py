@@ -16,7 +16,7 @@ from typing import Any, Literal
 from treegraft.core.errors import SettingError
 from treegraft.core.given import GIVEN
 from treegraft.core.interfaces import RewardFunc
-from treegraft.core.plugin import chosen
+from treegraft.core.registry import find
 from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.tasks import RewardSettings
@@ -141,7 +141,7 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
     weights = [1.0] * len(settings.funcs) if settings.weights is None else settings.weights
     functions: list[RewardFunc] = []
     for name in settings.funcs:
-        function = chosen(name, REWARDS, "rewards", "reward.funcs")
+        function = find(name, REWARDS, "reward", "reward.funcs")
         check_function(name, function)
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from treegraft.core.import_paths import make
 from treegraft.core.interfaces import TaskSampler
 from treegraft.core.keyed import keyed_int
-from treegraft.core.plugin import chosen, make
+from treegraft.core.registry import find
 from treegraft.core.types import Task, Tree
 from treegraft.settings.tasks import SamplerSettings
 from treegraft.tasks.own_sampler import OwnSampler
@@ -23,7 +24,7 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         SettingError: an unknown kind or encoder, or an import path to nothing that makes a sampler.
         ModelError: there is no such encoder to load.
     """
-    found = chosen(settings.kind, SAMPLERS, "samplers", "sampler.kind")
+    found = find(settings.kind, SAMPLERS, "sampler", "sampler.kind")
     if ":" not in settings.kind:
         built_in: TaskSampler = found(tasks, seed, settings)
         return built_in

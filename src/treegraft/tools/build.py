@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treegraft.core.errors import SettingError, about
+from treegraft.core.import_paths import blaming
 from treegraft.core.interfaces import EnvironmentKind, SearchBackend, Tool
-from treegraft.core.plugin import CORE_NAMES, blaming, chosen, loaded, offered
+from treegraft.core.registry import CORE_NAMES, find, registered
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
@@ -23,7 +24,7 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     tools = list(own)
     origins = dict.fromkeys((tool.name for tool in own), "the tasks bring a tool of that name")
     for entry in settings.use:
-        found = chosen(entry, TOOLS, "tools", "tools.use")
+        found = find(entry, TOOLS, "tool", "tools.use")
         tool: Tool = _as_tool(found, entry) if ":" in entry else found(settings)
         if tool.name in origins:
             raise SettingError(
@@ -32,9 +33,9 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
             )
         tools.append(tool)
         origins[tool.name] = "it is there already"
-    for name, entry in offered("toolsets").items():
+    for name, toolset in registered("toolset").items():
         if asked := getattr(settings, name, None):
-            tools += loaded(entry)(asked, taken=origins)
+            tools += toolset.load()(asked, taken=origins)
     return tools
 
 
@@ -55,7 +56,7 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     """
     if not settings.kind:
         return None
-    found = chosen(settings.kind, {}, "environments", "environment.kind")
+    found = find(settings.kind, {}, "environment", "environment.kind")
     if ":" not in settings.kind:
         kind: EnvironmentKind = found(settings)
         return kind
@@ -87,8 +88,8 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
 
     Raises `SettingError`, `DataError` and `ModelError` for what cannot be had.
     """
-    if settings.kind not in CORE_NAMES["searches"]:
-        make = chosen(settings.kind, {}, "searches", "tools.search.kind")
+    if settings.kind not in CORE_NAMES["search"]:
+        make = find(settings.kind, {}, "search", "tools.search.kind")
         with blaming(settings.kind, "tools.search.kind"):
             backend: SearchBackend = make(settings)
         return backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Plugin, Settings, has, setting
+from treegraft.parts import Registry, Settings, has, setting
 
 
 class BrowseToolSettings(Settings):
@@ -44,9 +44,11 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
         yield "tools.use: 'browse'", "protego pypdf trafilatura bm25s"
 
 
-plugin = Plugin(
-    name="browse",
-    tools={"browse": "treegraft.extras.browse.tool:browse_tool"},
-    needs=_needs,
-    settings={"tools": _Tables},
-)
+def register(registry: Registry) -> None:
+    """Registers the browse tool."""
+    registry.tool(
+        "browse",
+        "treegraft.extras.browse.tool:browse_tool",
+        settings={"tools": _Tables},
+        needs=_needs,
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Command, Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="data",
-    commands={
-        "data": Command(
-            path="treegraft.extras.data.command:data_app", help="Inspect data before using it."
-        )
-    },
-    trials={"gold traces": "treegraft.extras.data.replay:replayed"},
-)
+
+def register(registry: Registry) -> None:
+    """Registers the commands of data, and the trial of gold traces."""
+    registry.command(
+        "data", "treegraft.extras.data.command:data_app", help="Inspect data before using it."
+    )
+    registry.part("trial", "gold traces", "treegraft.extras.data.replay:replayed")

@@ -3,18 +3,17 @@ projects."""
 
 from __future__ import annotations
 
-from treegraft.parts import Command, Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="formats",
-    formats={
-        "search-r1": "treegraft.extras.formats.search_agents:search_r1",
-        "search-o1": "treegraft.extras.formats.search_agents:search_o1",
-    },
-    commands={
-        "export": Command(
-            path="treegraft.extras.formats.command:export",
-            help="Write the trees of a run in the format of another project.",
-        )
-    },
-)
+_HERE = "treegraft.extras.formats"
+
+
+def register(registry: Registry) -> None:
+    """Registers the markup of other agents, and the export of trees."""
+    registry.part("format", "search-r1", f"{_HERE}.search_agents:search_r1")
+    registry.part("format", "search-o1", f"{_HERE}.search_agents:search_o1")
+    registry.command(
+        "export",
+        f"{_HERE}.command:export",
+        help="Write the trees of a run in the format of another project.",
+    )

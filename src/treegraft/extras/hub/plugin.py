@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Command, Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="hub",
-    commands={
-        "push": Command(
-            path="treegraft.extras.hub.command:push",
-            help="Upload a checkpoint and its model card to a hub.",
-        )
-    },
-)
+
+def register(registry: Registry) -> None:
+    """Registers the command that uploads a checkpoint."""
+    registry.command(
+        "push",
+        "treegraft.extras.hub.command:push",
+        help="Upload a checkpoint and its model card to a hub.",
+    )

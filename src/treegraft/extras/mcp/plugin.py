@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Contradiction, Plugin, Settings, setting
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 
 class McpSettings(Settings):
@@ -71,10 +71,13 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
         yield "tools.mcp", "mcp"
 
 
-plugin = Plugin(
-    name="mcp",
-    toolsets={"mcp": "treegraft.extras.mcp.client:open_servers"},
-    needs=_needs,
-    settings={"tools": _Tables},
-    checks=(_wrong,),
-)
+def register(registry: Registry) -> None:
+    """Registers the tools of Model Context Protocol servers."""
+    registry.part(
+        "toolset",
+        "mcp",
+        "treegraft.extras.mcp.client:open_servers",
+        settings={"tools": _Tables},
+        checks=(_wrong,),
+        needs=_needs,
+    )

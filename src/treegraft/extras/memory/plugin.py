@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(name="memory", senders={"memory": "treegraft.extras.memory.senders:Senders"})
+
+def register(registry: Registry) -> None:
+    """Registers the way of publishing that publish.kind = "memory" names."""
+    registry.part("sender", "memory", "treegraft.extras.memory.senders:Senders")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, ExplorerKind, Plugin, Settings, has, setting, value_of
+from treegraft.parts import Contradiction, ExplorerKind, Registry, Settings, has, setting, value_of
 
 
 class BalancedSettings(Settings):
@@ -55,10 +55,11 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
         )
 
 
-plugin = Plugin(
-    name="aepo",
-    explorers={
-        "balanced": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers AEPO's explorer and its weights of tokens."""
+    registry.explorer(
+        "balanced",
+        ExplorerKind(
             make="treegraft.extras.methods.aepo_explorer:balanced",
             title="AEPO",
             leads=True,
@@ -75,9 +76,13 @@ plugin = Plugin(
                 "explore.entropy.threshold": _has_effect,
             },
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
-        )
-    },
-    refinements={"token_entropy_weight": "treegraft.extras.methods.aepo_math:with_entropy_factors"},
-    settings={"explore": _Tables, "credit": _CreditFields},
-    checks=(_wrong,),
-)
+        ),
+        settings={"explore": _Tables},
+        checks=(_wrong,),
+    )
+    registry.credit(
+        "token_entropy_weight",
+        "treegraft.extras.methods.aepo_math:with_entropy_factors",
+        role="refinement",
+        settings={"credit": _CreditFields},
+    )

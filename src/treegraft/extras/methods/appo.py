@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treegraft.extras.methods.leaves import half_the_leaves
-from treegraft.parts import ExplorerKind, OutcomeKind, Plugin, Settings, has, setting, when
+from treegraft.parts import ExplorerKind, OutcomeKind, Registry, Settings, has, setting, when
 
 
 class PeaksSettings(Settings):
@@ -30,25 +30,31 @@ class _LossFields(Settings):
     """Largest such factor."""
 
 
-plugin = Plugin(
-    name="appo",
-    explorers={
-        "entropy_peaks": ExplorerKind(
+APPO = OutcomeKind(
+    compare="treegraft.extras.methods.appo_math:compared",
+    finish="treegraft.extras.methods.appo_math:with_prefix_credit",
+    attributions=("soft",),
+)
+
+
+def register(registry: Registry) -> None:
+    """Registers APPO's explorer, its credit and its factors of advantages."""
+    registry.explorer(
+        "entropy_peaks",
+        ExplorerKind(
             make="treegraft.extras.methods.appo_explorer:entropy_peaks",
             title="APPO",
             leads=True,
             leaves="explore.entropy_peaks.num_starts",
             opens_at_once=True,
             branches=True,
-        )
-    },
-    outcomes={
-        "appo": OutcomeKind(
-            compare="treegraft.extras.methods.appo_math:compared",
-            finish="treegraft.extras.methods.appo_math:with_prefix_credit",
-            attributions=("soft",),
-        )
-    },
-    factors={"future_weight": "treegraft.extras.methods.appo_loss:future_factors"},
-    settings={"explore": _Tables, "loss": _LossFields},
-)
+        ),
+        settings={"explore": _Tables},
+    )
+    registry.credit("appo", APPO)
+    registry.objective(
+        "future_weight",
+        "treegraft.extras.methods.appo_loss:future_factors",
+        role="factor",
+        settings={"loss": _LossFields},
+    )

@@ -12,7 +12,7 @@ from treegraft.parts import (
     Contradiction,
     ExplorerKind,
     Independent,
-    Plugin,
+    Registry,
     Retry,
     Settings,
     Start,
@@ -126,10 +126,11 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
         )
 
 
-plugin = Plugin(
-    name="axpo",
-    explorers={
-        "axpo": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers AXPO's explorer."""
+    registry.explorer(
+        "axpo",
+        ExplorerKind(
             make=lambda explore, facts: Axpo(explore.axpo),
             title="AXPO",
             leads=True,
@@ -138,8 +139,7 @@ plugin = Plugin(
             branches=True,
             begins_below=True,
             tool="explore.axpo.tool",
-        )
-    },
-    settings={"explore": _Tables},
-    checks=(_wrong,),
-)
+        ),
+        settings={"explore": _Tables},
+        checks=(_wrong,),
+    )

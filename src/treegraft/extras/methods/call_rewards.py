@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treegraft import Origin, Status, Trajectory, exact_match, math_equal
-from treegraft.parts import Plugin
+from treegraft.parts import Registry
 
 MOST_CALLS = 5
 """Calls of a trajectory that are rewarded."""
@@ -63,10 +63,9 @@ def call_novelty(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float]
 
 
 _HERE = "treegraft.extras.methods.call_rewards"
-plugin = Plugin(
-    name="call_rewards",
-    rewards={
-        "call_bonus": f"{_HERE}:call_bonus",
-        "call_novelty": f"{_HERE}:call_novelty",
-    },
-)
+
+
+def register(registry: Registry) -> None:
+    """Registers two rewards for calls."""
+    registry.reward("call_bonus", f"{_HERE}:call_bonus")
+    registry.reward("call_novelty", f"{_HERE}:call_novelty")

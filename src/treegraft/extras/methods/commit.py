@@ -19,7 +19,7 @@ from treegraft.extras.methods.leaves import (
 from treegraft.parts import (
     ExplorerKind,
     Independent,
-    Plugin,
+    Registry,
     Retry,
     RetryCause,
     Settings,
@@ -175,10 +175,11 @@ def _uncertainty(step: Step) -> float:
     return fmean(step.sampled_entropies)
 
 
-plugin = Plugin(
-    name="commit",
-    explorers={
-        "commit": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers commit branching."""
+    registry.explorer(
+        "commit",
+        ExplorerKind(
             make=lambda explore, facts: CommitBranching(explore.commit),
             title="commit branching",
             leads=True,
@@ -189,7 +190,6 @@ plugin = Plugin(
             compares_together=True,
             teaches=lambda config: True,
             tool="explore.commit.tool",
-        )
-    },
-    settings={"explore": _Tables},
-)
+        ),
+        settings={"explore": _Tables},
+    )

@@ -8,16 +8,7 @@ from typing import Any
 from treegraft import Tree
 from treegraft.extras.methods.axpo import names_tools
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import (
-    ExplorerKind,
-    Plugin,
-    Retry,
-    RetryCause,
-    Settings,
-    Start,
-    has,
-    setting,
-)
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
 
 RULE = "continuation"
 
@@ -77,10 +68,11 @@ def _make(explore: Any, facts: Any) -> Continuation:
     return Continuation(explore.continuation)
 
 
-plugin = Plugin(
-    name="continuation",
-    explorers={
-        "continuation": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers ETC's continuation."""
+    registry.explorer(
+        "continuation",
+        ExplorerKind(
             make=_make,
             title="ETC's continuation",
             leads=True,
@@ -90,7 +82,6 @@ plugin = Plugin(
             begins_below=True,
             compares_together=True,
             tool="explore.continuation.tool",
-        )
-    },
-    settings={"explore": _Tables},
-)
+        ),
+        settings={"explore": _Tables},
+    )

@@ -17,7 +17,7 @@ from treegraft.extras.methods.leaves import (
 )
 from treegraft.parts import (
     ExplorerKind,
-    Plugin,
+    Registry,
     Retry,
     RetryCause,
     Settings,
@@ -108,10 +108,11 @@ class Counterfactual(StartsFirst):
         return "answer" if step.content.calls and self.begins_answers else None
 
 
-plugin = Plugin(
-    name="das",
-    explorers={
-        RULE: ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers DAS's explorer and its loss on pairs."""
+    registry.explorer(
+        RULE,
+        ExplorerKind(
             make=lambda explore, facts: Counterfactual(explore.counterfactual),
             title="DAS",
             leads=True,
@@ -121,14 +122,19 @@ plugin = Plugin(
             begins_below=True,
             compares_together=True,
             tool="explore.counterfactual.tool",
-        )
-    },
-    losses={"pair_coef": "treegraft.extras.methods.das_loss:learn_pairs"},
-    settings={"explore": _Tables, "loss": _LossFields},
-    metrics={
-        "pair/tied_frac": "share of decisions whose two sides earned the same, so that they are no"
-        " pair",
-        "pair/calls_frac": "share of pairs in which the call is preferred to the answer",
-        "pair/margin": "mean of log p(preferred) - log p(rejected) before the optimiser step, nats",
-    },
-)
+        ),
+        settings={"explore": _Tables},
+    )
+    registry.objective(
+        "pair_coef",
+        "treegraft.extras.methods.das_loss:learn_pairs",
+        role="loss",
+        settings={"loss": _LossFields},
+        metrics={
+            "pair/tied_frac": "share of decisions whose two sides earned the same, so that they are"
+            " no pair",
+            "pair/calls_frac": "share of pairs in which the call is preferred to the answer",
+            "pair/margin": "mean of log p(preferred) - log p(rejected) before the optimiser step,"
+            " nats",
+        },
+    )

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 from treegraft import Tree
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import (
-    ExplorerKind,
-    Plugin,
-    Retry,
-    RetryCause,
-    Settings,
-    Start,
-    has,
-    setting,
-)
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
 
 RULE = "answer_leaf"
 
@@ -62,10 +53,11 @@ class AnswerLeaves(StartsFirst):
         return [Retry(one, 1, RULE, opens="answer") for one in places] or Start(0)
 
 
-plugin = Plugin(
-    name="eapo",
-    explorers={
-        "answer_leaf": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers EAPO's answer leaves."""
+    registry.explorer(
+        "answer_leaf",
+        ExplorerKind(
             make=lambda explore, facts: AnswerLeaves(explore.answer_leaf),
             title="EAPO's answer leaf",
             leads=True,
@@ -74,7 +66,6 @@ plugin = Plugin(
             branches=True,
             begins_below=True,
             compares_together=True,
-        )
-    },
-    settings={"explore": _Tables},
-)
+        ),
+        settings={"explore": _Tables},
+    )

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from treegraft import Step, Trajectory
-from treegraft.parts import Plugin, Settings, setting, when
+from treegraft.parts import Registry, Settings, setting, when
 
 Instance = tuple[tuple[int, str], Hashable, float]
 """(number of the trajectory, step id), action, and return of a step in a state."""
@@ -100,8 +100,11 @@ def evidence(
     }
 
 
-plugin = Plugin(
-    name="ecpo",
-    attributions={"evidence": "treegraft.extras.methods.ecpo:evidence"},
-    settings={"credit": _CreditFields},
-)
+def register(registry: Registry) -> None:
+    """Registers ECPO's credit of actions."""
+    registry.credit(
+        "evidence",
+        "treegraft.extras.methods.ecpo:evidence",
+        role="attribution",
+        settings={"credit": _CreditFields},
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treegraft.parts import OutcomeKind, Plugin, Settings, setting, when
+from treegraft.parts import OutcomeKind, Registry, Settings, setting, when
 
 _BY_STATE = when("credit.attribution", "states", "evidence")
 
@@ -15,9 +15,15 @@ class _CreditFields(Settings):
     it."""
 
 
-plugin = Plugin(
-    name="gigpo",
-    outcomes={"gigpo": OutcomeKind(compare="treegraft.extras.methods.gigpo_math:compared")},
-    attributions={"states": "treegraft.extras.methods.gigpo_math:states"},
-    settings={"credit": _CreditFields},
-)
+GIGPO = OutcomeKind(compare="treegraft.extras.methods.gigpo_math:compared")
+
+
+def register(registry: Registry) -> None:
+    """Registers GiGPO's credit."""
+    registry.credit("gigpo", GIGPO)
+    registry.credit(
+        "states",
+        "treegraft.extras.methods.gigpo_math:states",
+        role="attribution",
+        settings={"credit": _CreditFields},
+    )

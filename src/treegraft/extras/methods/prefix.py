@@ -13,7 +13,7 @@ from treegraft.parts import (
     Contradiction,
     ExplorerKind,
     Independent,
-    Plugin,
+    Registry,
     RestartCause,
     Settings,
     Start,
@@ -212,10 +212,11 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
         )
 
 
-plugin = Plugin(
-    name="prefix",
-    explorers={
-        "prefix": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers the rules of stored prefixes."""
+    registry.explorer(
+        "prefix",
+        ExplorerKind(
             make=lambda explore, facts: PREFIX_RULES[explore.prefix.rule](explore.prefix),
             title=lambda explore: TITLES[explore.prefix.rule],
             leads=True,
@@ -224,8 +225,7 @@ plugin = Plugin(
             begins_below=True,
             teaches=_is_whole,
             stored_from="explore.prefix.min_reward",
-        )
-    },
-    settings={"explore": _Tables},
-    checks=(_wrong,),
-)
+        ),
+        settings={"explore": _Tables},
+        checks=(_wrong,),
+    )

@@ -9,16 +9,7 @@ from typing import Any
 
 from treegraft import Tree
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import (
-    ExplorerKind,
-    Plugin,
-    Retry,
-    RetryCause,
-    Settings,
-    Start,
-    has,
-    setting,
-)
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
 
 RULE = "first_tokens"
 
@@ -88,10 +79,11 @@ def _make(explore: Any, facts: Any) -> FirstTokens:
     return FirstTokens(explore.first_tokens)
 
 
-plugin = Plugin(
-    name="reft",
-    explorers={
-        "first_tokens": ExplorerKind(
+def register(registry: Registry) -> None:
+    """Registers the explorer of first tokens."""
+    registry.explorer(
+        "first_tokens",
+        ExplorerKind(
             make=_make,
             title="first tokens, after REFT",
             leads=True,
@@ -100,7 +92,6 @@ plugin = Plugin(
             branches=True,
             begins_below=True,
             compares_together=True,
-        )
-    },
-    settings={"explore": _Tables},
-)
+        ),
+        settings={"explore": _Tables},
+    )

@@ -12,7 +12,7 @@ from treegraft.parts import (
     ExplorerKind,
     Independent,
     OutcomeKind,
-    Plugin,
+    Registry,
     Settings,
     Start,
     has,
@@ -82,20 +82,21 @@ class TreeSearch(Independent):
         ][:missing]
 
 
-plugin = Plugin(
-    name="tree_search",
-    explorers={
-        "tree_search": ExplorerKind(
+TREE_GRPO = OutcomeKind(compare="treegraft.extras.methods.tree_grpo_credit:compared")
+
+
+def register(registry: Registry) -> None:
+    """Registers Tree-GRPO's explorer and its credit."""
+    registry.explorer(
+        "tree_search",
+        ExplorerKind(
             make=lambda explore, facts: TreeSearch(explore.tree_search),
             title="Tree-GRPO",
             leads=True,
             leaves="explore.tree_search.num_starts",
             opens_at_once=True,
             branches=True,
-        )
-    },
-    outcomes={
-        "tree_grpo": OutcomeKind(compare="treegraft.extras.methods.tree_grpo_credit:compared")
-    },
-    settings={"explore": _Tables},
-)
+        ),
+        settings={"explore": _Tables},
+    )
+    registry.credit("tree_grpo", TREE_GRPO)

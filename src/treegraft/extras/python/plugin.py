@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Finding, Plugin, Settings, has, setting, when
+from treegraft.parts import Finding, Registry, Settings, has, setting, when
 
 _HERE = "treegraft.extras.python"
 
@@ -39,7 +39,7 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
         yield "the python tool without bubblewrap", "pydantic_monty"
 
 
-def _findings(config: Any) -> Iterator[Finding]:
+def findings(config: Any) -> Iterator[Finding]:
     """Whether a sandbox works here."""
     if "python" in config.tools.use and config.tools.python.backend == "bwrap":
         from treegraft.extras.python.bwrap import find_problem
@@ -49,11 +49,8 @@ def _findings(config: Any) -> Iterator[Finding]:
         yield Finding("sandboxes", "missing" if problem else value, problem is None, problem or "")
 
 
-plugin = Plugin(
-    name="python",
-    tools={"python": f"{_HERE}.tool:python_tool"},
-    choices={"tools.python.backend": f"{_HERE}.tool:backend_here"},
-    needs=_needs,
-    findings=_findings,
-    settings={"tools": _Tables},
-)
+def register(registry: Registry) -> None:
+    """Registers the python tool, the choice of its backend, and what doctor says of it."""
+    registry.tool("python", f"{_HERE}.tool:python_tool", settings={"tools": _Tables}, needs=_needs)
+    registry.part("choice", "tools.python.backend", f"{_HERE}.tool:backend_here")
+    registry.part("finding", "sandboxes", findings)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Command, PlacementKind, Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="ray",
-    placements={
-        "ray": PlacementKind(path="treegraft.extras.ray.placement:ray_placement", command="cluster")
-    },
-    commands={
-        "cluster": Command(
-            path="treegraft.extras.ray.command:cluster",
-            help="Train an agent with a recipe on a Ray cluster, as its table [cluster] says.",
-        )
-    },
-    settings={"": "treegraft.extras.ray.settings:ClusterTables"},
-)
+
+def register(registry: Registry) -> None:
+    """Registers the placement on a Ray cluster and its command."""
+    registry.part(
+        "placement",
+        "ray",
+        "treegraft.extras.ray.placement:ray_placement",
+        {"command": "cluster"},
+        settings={"": "treegraft.extras.ray.settings:ClusterTables"},
+    )
+    registry.command(
+        "cluster",
+        "treegraft.extras.ray.command:cluster",
+        help="Train an agent with a recipe on a Ray cluster, as its table [cluster] says.",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treegraft.parts import Command, Finding, Plugin
+from treegraft.parts import Finding, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ PROVIDERS: Mapping[str, Provider] = {
 """By the name in [tools.search]."""
 
 
-def _findings(config: Any) -> Iterator[Finding]:
+def findings(config: Any) -> Iterator[Finding]:
     """The address or key that the search needs; no service is asked."""
     search = config.tools.search
     if "search" not in config.tools.use:
@@ -90,17 +90,16 @@ def _findings(config: Any) -> Iterator[Finding]:
         yield Finding(variable, "set" if is_set else "not set", is_set, note)
 
 
-plugin = Plugin(
-    name="search",
-    searches={
-        "http": "treegraft.extras.search.remote:remote_search",
-        "web": "treegraft.extras.search.web:web_search",
-    },
-    commands={
-        "serve": Command(
-            path="treegraft.extras.search.command:serve_app", help="Run servers for agents."
-        )
-    },
-    findings=_findings,
-    settings={"tools.search": "treegraft.extras.search.settings:SearchTables"},
-)
+def register(registry: Registry) -> None:
+    """Registers searches by servers and in the web, and the command that serves."""
+    registry.part(
+        "search",
+        "http",
+        "treegraft.extras.search.remote:remote_search",
+        settings={"tools.search": "treegraft.extras.search.settings:SearchTables"},
+    )
+    registry.part("search", "web", "treegraft.extras.search.web:web_search")
+    registry.command(
+        "serve", "treegraft.extras.search.command:serve_app", help="Run servers for agents."
+    )
+    registry.part("finding", "search", findings)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Command, Plugin
+from treegraft.parts import Registry
 
 _HERE = "treegraft.extras.suites.command"
-plugin = Plugin(
-    name="suites",
-    commands={
-        "eval suite": Command(
-            path=f"{_HERE}:suite_app", help="Measure an agent on suites of evaluation sets."
-        )
-    },
-    comparisons={"eval.json": f"{_HERE}:compare_suites"},
-)
+
+
+def register(registry: Registry) -> None:
+    """Registers the command that measures an agent on evaluation sets, and a comparison."""
+    registry.command(
+        "eval suite",
+        f"{_HERE}:suite_app",
+        help="Measure an agent on suites of evaluation sets.",
+    )
+    registry.part("comparison", "eval.json", f"{_HERE}:compare_suites")

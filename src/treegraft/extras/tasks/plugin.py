@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Plugin, Settings, setting, when
+from treegraft.parts import Registry, Settings, setting, when
 
 
 class ReasoningGymSettings(Settings):
@@ -26,11 +26,13 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
         yield "tasks.kind = 'arithmetic'", "reasoning_gym"
 
 
-plugin = Plugin(
-    name="reasoning_gym",
-    tasks={"arithmetic": "treegraft.extras.tasks.arithmetic:arithmetic_tasks"},
-    generated=("arithmetic",),
-    toolless=("arithmetic",),
-    needs=_needs,
-    settings={"tasks": _Tables},
-)
+def register(registry: Registry) -> None:
+    """Registers the tasks of reasoning-gym."""
+    registry.tasks(
+        "arithmetic",
+        "treegraft.extras.tasks.arithmetic:arithmetic_tasks",
+        generated=True,
+        toolless=True,
+        settings={"tasks": _Tables},
+        needs=_needs,
+    )

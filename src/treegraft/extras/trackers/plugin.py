@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, Plugin, Settings, TrackerKind, setting
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 SETTING = "track.prometheus"
 
@@ -41,32 +41,24 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
         yield f"{SETTING} = '{config.track.prometheus}'", "prometheus_client"
 
 
-plugin = Plugin(
-    name="trackers",
-    trackers={
-        "tensorboard": TrackerKind(
-            path="treegraft.extras.trackers.tensorboard:TensorBoardTracker",
-            module="tensorboard",
-            install="treegraft[trackers]",
-        ),
-        "wandb": TrackerKind(
-            path="treegraft.extras.trackers.wandb:WandbTracker",
-            module="wandb",
-            install="treegraft[trackers]",
-        ),
-        "trackio": TrackerKind(
-            path="treegraft.extras.trackers.trackio:TrackioTracker",
-            module="trackio",
-            install="treegraft[trackers]",
-        ),
-        "mlflow": TrackerKind(
-            path="treegraft.extras.trackers.mlflow:MlflowTracker",
-            module="mlflow",
-            install="treegraft[trackers]",
-        ),
-    },
-    services={SETTING: "treegraft.extras.trackers.exporter:prometheus"},
-    needs=_needs,
-    settings={"track": _Tables},
-    checks=(_wrong,),
-)
+TRACKERS = {
+    "tensorboard": "treegraft.extras.trackers.tensorboard:TensorBoardTracker",
+    "wandb": "treegraft.extras.trackers.wandb:WandbTracker",
+    "trackio": "treegraft.extras.trackers.trackio:TrackioTracker",
+    "mlflow": "treegraft.extras.trackers.mlflow:MlflowTracker",
+}
+"""Import paths by the names of the packages that they need."""
+
+
+def register(registry: Registry) -> None:
+    """Registers four trackers, and answers to Prometheus."""
+    for name, path in TRACKERS.items():
+        registry.part("tracker", name, path, {"module": name, "install": "treegraft[trackers]"})
+    registry.part(
+        "service",
+        SETTING,
+        "treegraft.extras.trackers.exporter:prometheus",
+        settings={"track": _Tables},
+        checks=(_wrong,),
+        needs=_needs,
+    )

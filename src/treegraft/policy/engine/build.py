@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from treegraft.core.import_paths import load_object, make
 from treegraft.core.interfaces import Engine, Tokenizer
-from treegraft.core.plugin import chosen, load_object, make
+from treegraft.core.registry import find
 from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 
 _VLLM = "treegraft.policy.engine.vllm.build"
-"""By name, as engines of plugins are: a run without servers has no part of it."""
+"""By name, as engines of extensions are: a run without servers has no part of it."""
 
 
 def needs_weights(config: Config, model_path: Path | str) -> bool:
@@ -61,7 +62,7 @@ def _build_engine(
         served: Engine = load_object(f"{_VLLM}:build_engine")(config, model, tokenizer, model_path)
         return served
     engine: Engine = make(
-        chosen(kind, {"native": None, "vllm": None}, "engines", "engine.kind"),
+        find(kind, {"native": None, "vllm": None}, "engine", "engine.kind"),
         Engine,
         kind,
         "engine.kind",

@@ -5,32 +5,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
 from treegraft.core.errors import SettingError, about
+from treegraft.core.import_paths import load_object
 from treegraft.core.interfaces import CreditRule, EntropyScorer
-from treegraft.core.plugin import OutcomeKind, load_object, loaded, offered, weighed
+from treegraft.core.kinds import OutcomeKind
+from treegraft.core.registry import loaded, registered, weighed
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
 
 
-def find_credit_rule(config: Config) -> CreditRule | None:
-    """Returns the function that credit.rule names, None where it names none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """What [credit] of a recipe names, found once; `credit_trees` credits by it."""
 
-    It also loads what else [credit] names, so that nothing is missing after the first rollouts.
+    outcome: str | OutcomeKind
+    attribution: Any
+    """The core's name, or a function of the trajectories of a group."""
+    refinements: Sequence[tuple[Callable[..., Any], float]]
+    """Those of extensions whose weight is not 0, with their weights."""
+    rule: CreditRule | None
+    """The function that credit.rule names, which sees each tree as the others have credited it."""
+
+
+def find_credit(config: Config, rule: CreditRule | None = None) -> Credit:
+    """Returns what [credit] names.
+
+    Args:
+        rule: takes the place of the function that credit.rule names; None for that one.
 
     Raises:
         SettingError: there is no such function, or none that credit.advantage or
             credit.attribution names.
     """
-    _outcome(config.credit.advantage)
-    _attribution(config.credit)
-    name = config.credit.rule
+    outcome = _outcome(config.credit.advantage)
+    return Credit(
+        outcome=outcome,
+        attribution=_attribution(config.credit),
+        refinements=weighed("refinement", config.credit),
+        rule=rule or _rule(config.credit.rule),
+    )
+
+
+def _rule(name: str | None) -> CreditRule | None:
     if name is None:
         return None
     with about("credit.rule"):
@@ -44,26 +67,24 @@ def find_credit_rule(config: Config) -> CreditRule | None:
     return rule
 
 
-def credit_trees(
-    trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
-) -> list[Tree]:
+def credit_trees(trees: Sequence[Tree], config: Config, found: Credit | None = None) -> list[Tree]:
     """Returns the trees with advantages and weights filled in.
 
     Args:
-        rule: see `find_credit_rule`; it sees each tree as the settings in [credit] have credited
-            it.
+        found: `find_credit` of the configuration; None finds it now.
 
     Raises:
         SettingError: the rule failed, or returned something other than its tree with other
             advantages.
     """
     credit, kind = config.credit, config.credit.advantage
+    found = found or find_credit(config)
     how = partial(
         assign_credit,
-        advantage=_outcome(kind),
+        advantage=found.outcome,
         eps=credit.eps,
         leaf_weight=credit.leaf_weight,
-        attribution=_attribution(credit),
+        attribution=found.attribution,
         retrieval_reward=credit.retrieval_reward,
         retrieval_weight=credit.retrieval_weight,
         restarts=credit.restarts,
@@ -76,30 +97,31 @@ def credit_trees(
             trees, has_baseline=kind == "reinforce++-baseline", restarts=config.credit.restarts
         )
     credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
-    for refine, weight in weighed("refinements", config.credit):
+    for refine, weight in found.refinements:
         credited = refine(credited, weight=weight)
-    if rule is None:
+    if found.rule is None:
         return credited
-    return [_ruled(tree, rule, config.credit.rule) for tree in credited]
+    return [_ruled(tree, found.rule, credit.rule) for tree in credited]
 
 
 def credit_by_entropy(
-    scorer: EntropyScorer, trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
+    scorer: EntropyScorer, trees: Sequence[Tree], config: Config, found: Credit
 ) -> list[Tree]:
     """Returns `credit_trees` of the trees, with the entropies that credit reads made exact first,
     where an engine knows its top-k ones only."""
     if not trees:
         return []
     # Refinements compare tokens, whose entropies have to be of one kind.
-    is_weighed = bool(weighed("refinements", config.credit))
-    return credit_trees(scorer.with_exact_entropies(trees, everywhere=is_weighed), config, rule)
+    exact = scorer.with_exact_entropies(trees, everywhere=bool(found.refinements))
+    return credit_trees(exact, config, found)
 
 
 def _outcome(name: str) -> Any:
-    """The core's names as they are; a plugin's comparison of outcomes; or that at an import path,
-    an `OutcomeKind` or its function alone."""
+    """The core's names as they are; an extension's comparison of outcomes; or that at an import
+    path, an `OutcomeKind` or its function alone."""
     if ":" not in name:
-        return offered("outcomes").get(name, name)
+        entry = registered("advantage").get(name)
+        return name if entry is None else entry.load()
     with about("credit.advantage"):
         found = load_object(name)
         if not isinstance(found, OutcomeKind) and not callable(found):
@@ -117,7 +139,8 @@ def _attribution(credit: CreditSettings) -> Any:
     if name in ("soft", "hard"):
         return name
     with about("credit.attribution"):
-        found = loaded(offered("attributions").get(name, name))
+        entry = registered("attribution").get(name)
+        found = loaded(name) if entry is None else entry.load()
         if not callable(found):
             raise SettingError(
                 f"credit.attribution: '{name}' is a {type(found).__name__}; expected a function of"

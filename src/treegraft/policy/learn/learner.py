@@ -21,7 +21,7 @@ from treegraft.algo.losses import (
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.plugin import weighed
+from treegraft.core.registry import weighed
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
@@ -107,7 +107,7 @@ class Learner:
         self.model = model
         self.settings = learn
         self._loss, self._surrogate = loss, find_surrogate(loss)
-        self._further = [one for one, _ in weighed("losses", loss)]
+        self._further = [one for one, _ in weighed("loss", loss)]
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)

@@ -11,7 +11,7 @@ from torch import Tensor
 from treegraft.algo.losses import SurrogateTerms, clipped_surrogate
 from treegraft.algo.objectives import capped_surrogate, kept_gradient_surrogate, sequence_surrogate
 from treegraft.core.errors import SettingError
-from treegraft.core.plugin import loaded, offered, weighed
+from treegraft.core.registry import find, weighed
 from treegraft.core.text import describe
 from treegraft.settings.policy import LossSettings
 
@@ -30,11 +30,10 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
     Raises:
         SettingError: loss.objective is an import path to nothing.
     """
-    known = {**OBJECTIVES, **offered("objectives")}
-    objective: Objective = loaded(known.get(settings.objective, settings.objective))
-    if settings.objective not in known:
+    objective: Objective = find(settings.objective, OBJECTIVES, "objective", "loss.objective")
+    if ":" in settings.objective:
         _try(objective, settings)
-    factors = [factor for factor, _ in weighed("factors", settings)]
+    factors = [factor for factor, _ in weighed("factor", settings)]
 
     def surrogate(*columns: Tensor, owners: Tensor, shaping: Tensor, positions: Tensor) -> Any:
         logprobs, old, advantages = columns

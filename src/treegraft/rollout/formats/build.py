@@ -9,7 +9,7 @@ from typing import Any
 
 from treegraft.core.errors import about
 from treegraft.core.interfaces import Format, Tool
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.registry import find
 from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import FormatOptions
@@ -51,9 +51,9 @@ def build_format(
     if settings.kind == "tags":
         return TagsFormat(tokenizer, tools, **options)
     if settings.kind != "chat":
-        maker = offered("formats").get(settings.kind, settings.kind)
         with about("format.kind"):
-            own: Format = loaded(maker)(tokenizer, tools, **options)
+            maker = find(settings.kind, {}, "format", "format.kind")
+            own: Format = maker(tokenizer, tools, **options)
         return own
     build = partial(
         ChatFormat, tokenizer, tools, template_options=settings.template_options, **options

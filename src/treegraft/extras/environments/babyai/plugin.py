@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, Plugin, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting, when
 
 
 class BabyAISettings(Settings):
@@ -32,11 +32,15 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
 
 
 _HERE = "treegraft.extras.environments.babyai"
-plugin = Plugin(
-    name="babyai",
-    environments={"babyai": f"{_HERE}.environment:babyai_environments"},
-    tasks={"babyai": f"{_HERE}.tasks:babyai_tasks"},
-    generated=("babyai",),
-    settings={"tasks": _Tables},
-    checks=(_wrong,),
-)
+
+
+def register(registry: Registry) -> None:
+    """Registers BabyAI's environments and tasks."""
+    registry.environment("babyai", f"{_HERE}.environment:babyai_environments")
+    registry.tasks(
+        "babyai",
+        f"{_HERE}.tasks:babyai_tasks",
+        generated=True,
+        settings={"tasks": _Tables},
+        checks=(_wrong,),
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="openenv",
-    environments={
-        "openenv": "treegraft.extras.environments.openenv.environment:OpenEnvEnvironments"
-    },
-)
+
+def register(registry: Registry) -> None:
+    """Registers sessions of OpenEnv servers."""
+    registry.environment(
+        "openenv", "treegraft.extras.environments.openenv.environment:OpenEnvEnvironments"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Contradiction, Plugin, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting, when
 
 Simplification = Literal[
     "easy",
@@ -57,10 +57,14 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
 
 
 _HERE = "treegraft.extras.environments.scienceworld"
-plugin = Plugin(
-    name="scienceworld",
-    environments={"scienceworld": f"{_HERE}.environment:scienceworld_environments"},
-    tasks={"scienceworld": f"{_HERE}.tasks:scienceworld_tasks"},
-    settings={"tasks": _Tables},
-    checks=(_wrong,),
-)
+
+
+def register(registry: Registry) -> None:
+    """Registers ScienceWorld's environments and tasks."""
+    registry.environment("scienceworld", f"{_HERE}.environment:scienceworld_environments")
+    registry.tasks(
+        "scienceworld",
+        f"{_HERE}.tasks:scienceworld_tasks",
+        settings={"tasks": _Tables},
+        checks=(_wrong,),
+    )

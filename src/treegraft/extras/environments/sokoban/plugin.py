@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from treegraft.parts import Contradiction, Plugin, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting, when
 
 
 class SokobanSettings(Settings):
@@ -51,13 +51,16 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
         )
 
 
-plugin = Plugin(
-    name="sokoban",
-    environments={
-        "sokoban": "treegraft.extras.environments.sokoban.environment:sokoban_environments"
-    },
-    tasks={"sokoban": "treegraft.extras.environments.sokoban.tasks:sokoban_tasks"},
-    generated=("sokoban",),
-    settings={"tasks": _Tables},
-    checks=(_wrong,),
-)
+_HERE = "treegraft.extras.environments.sokoban"
+
+
+def register(registry: Registry) -> None:
+    """Registers Sokoban's environments and tasks."""
+    registry.environment("sokoban", f"{_HERE}.environment:sokoban_environments")
+    registry.tasks(
+        "sokoban",
+        f"{_HERE}.tasks:sokoban_tasks",
+        generated=True,
+        settings={"tasks": _Tables},
+        checks=(_wrong,),
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from treegraft.parts import Contradiction, Plugin, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting, when
 
 
 class TextWorldSettings(Settings):
@@ -33,11 +33,15 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
 
 
 _HERE = "treegraft.extras.environments.textworld"
-plugin = Plugin(
-    name="textworld",
-    environments={"textworld": f"{_HERE}.environment:textworld_environments"},
-    tasks={"textworld": f"{_HERE}.tasks:textworld_tasks"},
-    generated=("textworld",),
-    settings={"tasks": _Tables},
-    checks=(_wrong,),
-)
+
+
+def register(registry: Registry) -> None:
+    """Registers TextWorld's environments and tasks."""
+    registry.environment("textworld", f"{_HERE}.environment:textworld_environments")
+    registry.tasks(
+        "textworld",
+        f"{_HERE}.tasks:textworld_tasks",
+        generated=True,
+        settings={"tasks": _Tables},
+        checks=(_wrong,),
+    )

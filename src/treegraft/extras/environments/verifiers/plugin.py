@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from treegraft.parts import Plugin
+from treegraft.parts import Registry
 
-plugin = Plugin(
-    name="verifiers",
-    environments={
-        "verifiers": "treegraft.extras.environments.verifiers.environment:VerifiersEnvironments"
-    },
-)
+
+def register(registry: Registry) -> None:
+    """Registers environments of the package verifiers."""
+    registry.environment(
+        "verifiers", "treegraft.extras.environments.verifiers.environment:VerifiersEnvironments"
+    )

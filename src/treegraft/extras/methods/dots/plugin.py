@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, Plugin, Settings, errors, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, errors, setting, when
 
 _BY_DIFFICULTY = when("sampler.kind", "difficulty")
 _REFERS = when("sampler.num_references")
@@ -70,9 +70,12 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
         )
 
 
-plugin = Plugin(
-    name="dots",
-    samplers={"difficulty": "treegraft.extras.methods.dots.sampler:Difficulty"},
-    settings={"sampler": _SamplerFields},
-    checks=(_wrong,),
-)
+def register(registry: Registry) -> None:
+    """Registers the sampler by difficulty."""
+    registry.part(
+        "sampler",
+        "difficulty",
+        "treegraft.extras.methods.dots.sampler:Difficulty",
+        settings={"sampler": _SamplerFields},
+        checks=(_wrong,),
+    )

@@ -20,7 +20,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Request, Tokenizer, WeightSource
 from treegraft.core.keyed import keyed_int
-from treegraft.core.plugin import loaded, offered
+from treegraft.core.registry import registered
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
 from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply, TokenRequest
@@ -78,8 +78,8 @@ class VllmEngine(ServerEngine):
         self._draws_here = entropies in OWN_DRAWS
         self._http, self._weights, self._folders = http, weights, folders
         self._fleet = Fleet(servers, settings, expected, kind == "external")
-        if kind in (ways := offered("senders")):
-            self._fleet.senders = loaded(ways[kind])(settings.vllm.start_timeout_s)
+        if sender := registered("sender").get(kind):
+            self._fleet.senders = sender.load()(settings.vllm.start_timeout_s)
         # How many log-probabilities of likely tokens; of one, the entropy stands in its place.
         self._num_asked, self._num_tokens = NUM_ASKED, expected["vocab_size"]
         if entropies != "top_k":

@@ -108,7 +108,7 @@ class Fleet:
         """The weights that a server from elsewhere needs below an adapter."""
         self._wait_s = settings.vllm.start_timeout_s
         self.senders: Any = None
-        """Of publish.kind, where that is a plugin's; see `core.plugin.Plugin.senders`."""
+        """Of publish.kind, if an extension has registered that."""
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

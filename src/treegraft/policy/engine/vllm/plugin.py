@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from vllm import __version__ as vllm_version
 
-from treegraft.core.plugin import EXTRAS
+from treegraft.core.registry import EXTRAS
 from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.protocol import PLUGIN_VERSION
