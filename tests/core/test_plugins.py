@@ -43,15 +43,17 @@ from treegraft.parts import (
 
 
 class EchoSettings(Settings):
+    """Branches after every result."""
+
     num_starts: int = setting(2, ge=1)
     """First-level rollouts."""
     num: int = setting(1, ge=1)
     """Branches after each result."""
 
 
-class Tables(Settings):
-    echo: EchoSettings = setting(EchoSettings(), idle_unless=has("explore.explorers", "echo"))
-    """Branches after every result."""
+class Ends(Settings):
+    echo_share: float = setting(0.5, idle_unless=has("explore.explorers", "echo"))
+    """Share of echoes."""
 
 
 class Echo(Independent):
@@ -139,7 +141,8 @@ def register(registry: Registry) -> None:
             opens_at_once=True,
             branches=True,
         ),
-        settings={"explore": Tables},
+        table=EchoSettings,
+        settings={"credit": Ends},
         checks=(wrong,),
         metrics={"echo/num": "echoes of an update"},
     )
@@ -291,6 +294,8 @@ def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None
     assert code == 2 and "would have no effect" in out
     code, out = treegraft(["config", "explore.echo"], site)
     assert code == 0 and "Branches after each result." in out
+    code, out = treegraft(["config", "credit.echo_share"], site)
+    assert code == 0 and "Share of echoes." in out
     code, out = treegraft(["config", "echo/num"], site)
     assert code == 0 and "echoes of an update" in out
     code, out = treegraft(["config", "demo", 'explorers=["echo"]'], site, TREEGRAFT_PLUGINS="off")

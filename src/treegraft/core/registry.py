@@ -65,6 +65,10 @@ PARTS: Final = (
 class Brings(TypedDict, total=False):
     """What any entry may bring with it."""
 
+    table: type
+    """Settings of an explorer, a tool or tasks, as a class of `Settings` whose docstring is its
+    meaning. The table lies below [explore], [tools] or [tasks], has the entry's name, and an effect
+    only if a recipe names the entry."""
     settings: Mapping[str, type | str]
     """Classes of settings, or their import paths, whose fields join the table of this dotted name,
     "" for the root. A field whose type is a table of settings is a table of its own."""

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from treegraft.core.errors import SettingError
-from treegraft.core.registry import extensions, loaded
+from treegraft.core.registry import Entry, extensions, loaded
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
@@ -27,6 +27,8 @@ from treegraft.settings.table import (
     Setting,
     Settings,
     by_model,
+    has,
+    holding,
     joined,
     setting,
     walk,
@@ -191,29 +193,39 @@ class Config(Settings):
     health: HealthSettings = setting(HealthSettings(), resumable=True, ignored_by_eval=True)
 
 
+def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
+    """The settings of an entry: each the dotted name of a table, and a class whose fields join
+    it."""
+    if "table" in entry.brings:
+        above, condition = {
+            "explorer": ("explore", has("explore.explorers", entry.name)),
+            "tool": ("tools", has("tools.use", entry.name)),
+            "tasks": ("tasks", when("tasks.kind", entry.name)),
+        }[entry.seam]
+        yield above, holding(entry.name, entry.brings["table"], condition)
+    for name, table in entry.brings.get("settings", {}).items():
+        yield name, loaded(table)
+
+
 def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
     """The root with the settings of extensions, and a sentence for each one that was left out."""
     known = extensions()
-    brought = [
-        (entry.owner, entry.brings["settings"])
-        for entry in known.entries
-        if "settings" in entry.brings
-    ]
     try:
         added: dict[str, list[type[Settings]]] = {}
-        for _, tables in brought:
-            for name, table in tables.items():
-                added.setdefault(name, []).append(loaded(table))
+        for entry in known.entries:
+            for name, table in _brought(entry):
+                added.setdefault(name, []).append(table)
         return joined(core, added, __name__), known.problems
     except SettingError:
         pass
     # One by one, so that the others stay whole.
     problems = list(known.problems)
-    for owner, tables in brought:
+    for entry in known.entries:
         try:
-            core = joined(core, {name: [loaded(table)] for name, table in tables.items()}, __name__)
+            for name, table in _brought(entry):
+                core = joined(core, {name: [table]}, __name__)
         except SettingError as error:
-            problems.append(f"extension '{owner}': {error}")
+            problems.append(f"extension '{entry.owner}': {error}")
     return core, tuple(problems)
 
 

@@ -302,6 +302,18 @@ def acting(
             yield act, found.name, value
 
 
+def holding(name: str, table: type[Settings], condition: Condition) -> type[Settings]:
+    """Returns a class with one field: a table of this name, which has an effect if `condition`
+    holds, and whose meaning is its docstring."""
+    fields: dict[str, Any] = {name: (table, setting(table(), idle_unless=condition))}
+    made: type[Settings] = create_model(
+        table.__name__, __base__=Settings, __module__=table.__module__, **fields
+    )
+    # Where pydantic puts the text under a field, which a class without a source has not.
+    made.model_fields[name].description = table.__doc__
+    return made
+
+
 def joined(
     table: type[Settings],
     added: Mapping[str, Sequence[type[Settings]]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Registry, Settings, has, setting
+from treegraft.parts import Registry, Settings, setting
 
 
 class BrowseToolSettings(Settings):
@@ -33,12 +33,6 @@ class BrowseToolSettings(Settings):
     """Processes that read text out of pages."""
 
 
-class _Tables(Settings):
-    browse: BrowseToolSettings = setting(
-        BrowseToolSettings(), idle_unless=has("tools.use", "browse")
-    )
-
-
 def _needs(config: Any) -> Iterator[tuple[str, str]]:
     if "browse" in config.tools.use:
         yield "tools.use: 'browse'", "protego pypdf trafilatura bm25s"
@@ -49,6 +43,6 @@ def register(registry: Registry) -> None:
     registry.tool(
         "browse",
         "treegraft.extras.browse.tool:browse_tool",
-        settings={"tools": _Tables},
+        table=BrowseToolSettings,
         needs=_needs,
     )

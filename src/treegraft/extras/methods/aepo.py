@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, ExplorerKind, Registry, Settings, has, setting, value_of
+from treegraft.parts import Contradiction, ExplorerKind, Registry, Settings, setting, value_of
 
 
 class BalancedSettings(Settings):
+    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
+    [explore.entropy]."""
+
     budget_weight: float = setting(0.5, ge=0)
     """How strongly entropy after results moves leaves from the prompt to branches (AEPO's beta; 0.5
     in its code): of k leaves, k * sigmoid(-this * the mean rise) start at the prompt."""
     penalty: float = setting(0.05, ge=0, le=1)
     """Loss of branching probability for each of the path's latest branches in a row, as a share
     (AEPO's gamma'; 0.05 in its code)."""
-
-
-class _Tables(Settings):
-    balanced: BalancedSettings = setting(
-        BalancedSettings(), idle_unless=has("explore.explorers", "balanced")
-    )
-    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
-    [explore.entropy]."""
 
 
 class _CreditFields(Settings):
@@ -77,7 +72,7 @@ def register(registry: Registry) -> None:
             },
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
         ),
-        settings={"explore": _Tables},
+        table=BalancedSettings,
         checks=(_wrong,),
     )
     registry.credit(

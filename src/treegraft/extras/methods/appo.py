@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from treegraft.extras.methods.leaves import half_the_leaves
-from treegraft.parts import ExplorerKind, OutcomeKind, Registry, Settings, has, setting, when
+from treegraft.parts import ExplorerKind, OutcomeKind, Registry, Settings, setting, when
 
 
 class PeaksSettings(Settings):
+    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
     branches."""
-
-
-class _Tables(Settings):
-    entropy_peaks: PeaksSettings = setting(
-        PeaksSettings(), idle_unless=has("explore.explorers", "entropy_peaks")
-    )
-    """Branches of finished rollouts at their most uncertain steps (APPO, arXiv 2606.12384)."""
 
 
 class _LossFields(Settings):
@@ -49,7 +44,7 @@ def register(registry: Registry) -> None:
             opens_at_once=True,
             branches=True,
         ),
-        settings={"explore": _Tables},
+        table=PeaksSettings,
     )
     registry.credit("appo", APPO)
     registry.objective(

@@ -16,7 +16,6 @@ from treegraft.parts import (
     Retry,
     Settings,
     Start,
-    has,
     setting,
     value_of,
     when,
@@ -37,6 +36,8 @@ def _at_answers(config: Any) -> str:
 
 
 class AxpoSettings(Settings):
+    """Retries of failed rollouts behind a forced tool-call opening (AXPO, arXiv 2605.28774)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest are
     retries, where they are called for."""
@@ -49,11 +50,6 @@ class AxpoSettings(Settings):
     """The tool whose call is opened in place of an answer; empty for the first."""
     min_reward: float = 1.0
     """Reward from which a rollout did not fail."""
-
-
-class _Tables(Settings):
-    axpo: AxpoSettings = setting(AxpoSettings(), idle_unless=has("explore.explorers", "axpo"))
-    """Retries of failed rollouts behind a forced tool-call opening (AXPO, arXiv 2605.28774)."""
 
 
 class Axpo(Independent):
@@ -140,6 +136,6 @@ def register(registry: Registry) -> None:
             begins_below=True,
             tool="explore.axpo.tool",
         ),
-        settings={"explore": _Tables},
+        table=AxpoSettings,
         checks=(_wrong,),
     )

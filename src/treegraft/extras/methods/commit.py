@@ -24,7 +24,6 @@ from treegraft.parts import (
     RetryCause,
     Settings,
     Start,
-    has,
     setting,
 )
 
@@ -32,6 +31,8 @@ RULE = "commit"
 
 
 class CommitSettings(Settings):
+    """Calls in place of answers where every rollout failed, round after round."""
+
     num_starts: int = setting(4, ge=1, default_of=quarter_of_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which a quarter is the default."""
     num_more: int = setting(0, ge=0)
@@ -52,13 +53,6 @@ class CommitSettings(Settings):
     "chat" has no mark that begins one."""
     min_reward: float = 1.0
     """Reward from which a rollout did not fail."""
-
-
-class _Tables(Settings):
-    commit: CommitSettings = setting(
-        CommitSettings(), idle_unless=has("explore.explorers", "commit")
-    )
-    """Calls in place of answers where every rollout failed, round after round."""
 
 
 class CommitBranching(Independent):
@@ -191,5 +185,5 @@ def register(registry: Registry) -> None:
             teaches=lambda config: True,
             tool="explore.commit.tool",
         ),
-        settings={"explore": _Tables},
+        table=CommitSettings,
     )

@@ -8,12 +8,14 @@ from typing import Any
 from treegraft import Tree
 from treegraft.extras.methods.axpo import names_tools
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, setting
 
 RULE = "continuation"
 
 
 class ContinuationSettings(Settings):
+    """Calls in place of wrong answers (the continuation against early termination, ETC)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest go
     on where others answered wrongly."""
@@ -21,13 +23,6 @@ class ContinuationSettings(Settings):
     """The tool whose call is begun in place of an answer; empty for the first."""
     min_reward: float = 1.0
     """Reward from which an answer is right."""
-
-
-class _Tables(Settings):
-    continuation: ContinuationSettings = setting(
-        ContinuationSettings(), idle_unless=has("explore.explorers", "continuation")
-    )
-    """Calls in place of wrong answers (the continuation against early termination, ETC)."""
 
 
 class Continuation(StartsFirst):
@@ -83,5 +78,5 @@ def register(registry: Registry) -> None:
             compares_together=True,
             tool="explore.continuation.tool",
         ),
-        settings={"explore": _Tables},
+        table=ContinuationSettings,
     )

@@ -31,6 +31,8 @@ RULE = "counterfactual"
 
 
 class CounterfactualSettings(Settings):
+    """Both sides of decisions to call or to answer (DAS, arXiv 2602.03304)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest take
     the other side of their decisions."""
@@ -45,13 +47,6 @@ class CounterfactualSettings(Settings):
     answers: bool = setting(True, default_of=marks_answers)
     """Whether answers are begun in place of calls, too; the format "chat" has no mark that begins
     one."""
-
-
-class _Tables(Settings):
-    counterfactual: CounterfactualSettings = setting(
-        CounterfactualSettings(), idle_unless=has("explore.explorers", RULE)
-    )
-    """Both sides of decisions to call or to answer (DAS, arXiv 2602.03304)."""
 
 
 class _LossFields(Settings):
@@ -123,7 +118,7 @@ def register(registry: Registry) -> None:
             compares_together=True,
             tool="explore.counterfactual.tool",
         ),
-        settings={"explore": _Tables},
+        table=CounterfactualSettings,
     )
     registry.objective(
         "pair_coef",

@@ -6,22 +6,17 @@ from collections.abc import Sequence
 
 from treegraft import Tree
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, setting
 
 RULE = "answer_leaf"
 
 
 class AnswerLeafSettings(Settings):
+    """Leaves that answer at once after a result (EAPO, arXiv 2606.02132)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest
     answer at once."""
-
-
-class _Tables(Settings):
-    answer_leaf: AnswerLeafSettings = setting(
-        AnswerLeafSettings(), idle_unless=has("explore.explorers", "answer_leaf")
-    )
-    """Leaves that answer at once after a result (EAPO, arXiv 2606.02132)."""
 
 
 class AnswerLeaves(StartsFirst):
@@ -67,5 +62,5 @@ def register(registry: Registry) -> None:
             begins_below=True,
             compares_together=True,
         ),
-        settings={"explore": _Tables},
+        table=AnswerLeafSettings,
     )

@@ -18,7 +18,6 @@ from treegraft.parts import (
     Settings,
     Start,
     Stored,
-    has,
     interfaces,
     keyed,
     setting,
@@ -34,6 +33,9 @@ def _restarts(config: Any) -> int:
 
 
 class PrefixSettings(Settings):
+    """Stored trajectories of the task itself: rollouts below their first steps (PrefixRL, arXiv
+    2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
+
     rule: Literal["prefixrl", "bread", "whole"] = "prefixrl"
     """"prefixrl" begins rollouts below a number of steps drawn at random; "bread" only where all
     own rollouts failed, below as few steps as give a success; "whole" takes the stored trajectory
@@ -48,14 +50,6 @@ class PrefixSettings(Settings):
     that it found."""
     min_reward: float = 1.0
     """Reward from which a stored trajectory is used, and from which a rollout is a success."""
-
-
-class _Tables(Settings):
-    prefix: PrefixSettings = setting(
-        PrefixSettings(), idle_unless=has("explore.explorers", "prefix")
-    )
-    """Stored trajectories of the task itself: rollouts below their first steps (PrefixRL, arXiv
-    2601.18795; BREAD, arXiv 2506.17211), or whole ones in the group (LUFFY, arXiv 2504.14945)."""
 
 
 class UniformPrefix(Independent):
@@ -226,6 +220,6 @@ def register(registry: Registry) -> None:
             teaches=_is_whole,
             stored_from="explore.prefix.min_reward",
         ),
-        settings={"explore": _Tables},
+        table=PrefixSettings,
         checks=(_wrong,),
     )

@@ -9,24 +9,19 @@ from typing import Any
 
 from treegraft import Tree
 from treegraft.extras.methods.leaves import StartsFirst, half_the_leaves, is_own
-from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, has, setting
+from treegraft.parts import ExplorerKind, Registry, Retry, RetryCause, Settings, Start, setting
 
 RULE = "first_tokens"
 
 
 class FirstTokenSettings(Settings):
+    """Steps that begin with another first token (after REFT, arXiv 2605.28295)."""
+
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which half is the default; the rest
     begin a step with another first token."""
     num_tokens: int = setting(4, ge=2)
     """First tokens that are tried (REFT's N), those that more of the steps began with first."""
-
-
-class _Tables(Settings):
-    first_tokens: FirstTokenSettings = setting(
-        FirstTokenSettings(), idle_unless=has("explore.explorers", "first_tokens")
-    )
-    """Steps that begin with another first token (after REFT, arXiv 2605.28295)."""
 
 
 class FirstTokens(StartsFirst):
@@ -93,5 +88,5 @@ def register(registry: Registry) -> None:
             begins_below=True,
             compares_together=True,
         ),
-        settings={"explore": _Tables},
+        table=FirstTokenSettings,
     )

@@ -15,7 +15,6 @@ from treegraft.parts import (
     Registry,
     Settings,
     Start,
-    has,
     keyed,
     setting,
     value_of,
@@ -27,18 +26,13 @@ def _two_at_most(config: Any) -> int:
 
 
 class TreeSearchSettings(Settings):
+    """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
+
     num_starts: int = setting(2, ge=1, default_of=_two_at_most)
     """First-level rollouts (Tree-GRPO's M trees of a prompt), at most explore.num_leaves."""
     num_nodes: int = setting(2, ge=1)
     """Steps of each rollout that get a further child in a round (Tree-GRPO's N). Rounds go on until
     explore.num_leaves are used up."""
-
-
-class _Tables(Settings):
-    tree_search: TreeSearchSettings = setting(
-        TreeSearchSettings(), idle_unless=has("explore.explorers", "tree_search")
-    )
-    """Random expansion of finished rollouts (Tree-GRPO, arXiv 2509.21240)."""
 
 
 class TreeSearch(Independent):
@@ -97,6 +91,6 @@ def register(registry: Registry) -> None:
             opens_at_once=True,
             branches=True,
         ),
-        settings={"explore": _Tables},
+        table=TreeSearchSettings,
     )
     registry.credit("tree_grpo", TREE_GRPO)

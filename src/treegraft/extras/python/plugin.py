@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Finding, Registry, Settings, has, setting, when
+from treegraft.parts import Finding, Registry, Settings, setting, when
 
 _HERE = "treegraft.extras.python"
 
@@ -28,12 +28,6 @@ class PythonToolSettings(Settings):
     """Worker processes ("monty") or sandboxes ("bwrap")."""
 
 
-class _Tables(Settings):
-    python: PythonToolSettings = setting(
-        PythonToolSettings(), idle_unless=has("tools.use", "python")
-    )
-
-
 def _needs(config: Any) -> Iterator[tuple[str, str]]:
     if "python" in config.tools.use and config.tools.python.backend == "monty":
         yield "the python tool without bubblewrap", "pydantic_monty"
@@ -51,6 +45,6 @@ def findings(config: Any) -> Iterator[Finding]:
 
 def register(registry: Registry) -> None:
     """Registers the python tool, the choice of its backend, and what doctor says of it."""
-    registry.tool("python", f"{_HERE}.tool:python_tool", settings={"tools": _Tables}, needs=_needs)
+    registry.tool("python", f"{_HERE}.tool:python_tool", table=PythonToolSettings, needs=_needs)
     registry.part("choice", "tools.python.backend", f"{_HERE}.tool:backend_here")
     registry.part("finding", "sandboxes", findings)

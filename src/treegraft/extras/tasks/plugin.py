@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Registry, Settings, setting, when
+from treegraft.parts import Registry, Settings, setting
 
 
 class ReasoningGymSettings(Settings):
@@ -13,12 +13,6 @@ class ReasoningGymSettings(Settings):
     """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
     params: dict[str, Any] = setting({}, acts="imports")
     """The generator's own parameters."""
-
-
-class _Tables(Settings):
-    arithmetic: ReasoningGymSettings = setting(
-        ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
-    )
 
 
 def _needs(config: Any) -> Iterator[tuple[str, str]]:
@@ -33,6 +27,6 @@ def register(registry: Registry) -> None:
         "treegraft.extras.tasks.arithmetic:arithmetic_tasks",
         generated=True,
         toolless=True,
-        settings={"tasks": _Tables},
+        table=ReasoningGymSettings,
         needs=_needs,
     )

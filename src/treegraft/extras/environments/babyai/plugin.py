@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, Registry, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 
 class BabyAISettings(Settings):
@@ -16,10 +16,6 @@ class BabyAISettings(Settings):
     )
     """Names of BabyAI's levels, in equal shares, such as "GoToLocalS6N3" for "BabyAI-GoToLocalS6N3"
     in its newest version."""
-
-
-class _Tables(Settings):
-    babyai: BabyAISettings = setting(BabyAISettings(), idle_unless=when("tasks.kind", "babyai"))
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:
@@ -41,6 +37,6 @@ def register(registry: Registry) -> None:
         "babyai",
         f"{_HERE}.tasks:babyai_tasks",
         generated=True,
-        settings={"tasks": _Tables},
+        table=BabyAISettings,
         checks=(_wrong,),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Contradiction, Registry, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 Simplification = Literal[
     "easy",
@@ -41,12 +41,6 @@ class ScienceWorldSettings(Settings):
     """Actions after which a world is over."""
 
 
-class _Tables(Settings):
-    scienceworld: ScienceWorldSettings = setting(
-        ScienceWorldSettings(), idle_unless=when("tasks.kind", "scienceworld")
-    )
-
-
 def _wrong(config: Any) -> Iterator[Contradiction]:
     if config.tasks.kind == "scienceworld" and not config.environment.kind:
         yield Contradiction(
@@ -65,6 +59,6 @@ def register(registry: Registry) -> None:
     registry.tasks(
         "scienceworld",
         f"{_HERE}.tasks:scienceworld_tasks",
-        settings={"tasks": _Tables},
+        table=ScienceWorldSettings,
         checks=(_wrong,),
     )

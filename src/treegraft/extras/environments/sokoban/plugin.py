@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from treegraft.parts import Contradiction, Registry, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 
 class SokobanSettings(Settings):
@@ -26,10 +26,6 @@ class SokobanSettings(Settings):
     error_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
     """How often the scripted expert makes another move than a shortest one, in training boards
     alone; it goes on from there, and gives up on a board that it has lost."""
-
-
-class _Tables(Settings):
-    sokoban: SokobanSettings = setting(SokobanSettings(), idle_unless=when("tasks.kind", "sokoban"))
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:
@@ -61,6 +57,6 @@ def register(registry: Registry) -> None:
         "sokoban",
         f"{_HERE}.tasks:sokoban_tasks",
         generated=True,
-        settings={"tasks": _Tables},
+        table=SokobanSettings,
         checks=(_wrong,),
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from treegraft.parts import Contradiction, Registry, Settings, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting
 
 
 class TextWorldSettings(Settings):
@@ -15,12 +15,6 @@ class TextWorldSettings(Settings):
     """Levels of Treasure Hunter, in equal shares. 1 to 10 have 5 rooms and quests of 1 to 5
     commands, 11 to 20 have 10 rooms with doors and containers and quests of 2 to 10. To draw a
     world of 5 rooms takes 25 to 200 ms. The package's levels of 20 rooms take seconds."""
-
-
-class _Tables(Settings):
-    textworld: TextWorldSettings = setting(
-        TextWorldSettings(), idle_unless=when("tasks.kind", "textworld")
-    )
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:
@@ -42,6 +36,6 @@ def register(registry: Registry) -> None:
         "textworld",
         f"{_HERE}.tasks:textworld_tasks",
         generated=True,
-        settings={"tasks": _Tables},
+        table=TextWorldSettings,
         checks=(_wrong,),
     )
