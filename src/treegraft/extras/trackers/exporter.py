@@ -177,6 +177,6 @@ class Exporter:
 
 
 def prometheus(place: str, run_dir: Path, latest: Callable[[], Mapping[str, float]]) -> Exporter:
-    """Returns what answers for the run in this folder; see `Plugin.services`."""
+    """Returns what answers for the run in this folder; a "service" of the registry."""
     roles = RunReader(run_dir).roles
     return Exporter(place, latest, run=run_dir.name, role="rank 0", roles=roles)
