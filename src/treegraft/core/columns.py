@@ -7,12 +7,13 @@ holds exactly. As tuples of objects it took 200.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-Column = npt.NDArray[Any]
+# numpy is imported by what makes arrays: settings and commands load without it.
+Column: TypeAlias = "npt.NDArray[Any]"
 
 
 class Origin(IntEnum):
@@ -38,11 +39,11 @@ FILLERS = {
     "credit_factors": 1.0,
 }
 """The columns of scores, with the value of a token that was not sampled."""
-_TYPES: dict[str, tuple[type[np.generic], type[np.generic]]] = {
-    "token_ids": (np.int32, np.int64),
-    "origins": (np.int8, np.int8),
-    "loss_mask": (np.bool_, np.bool_),
-    **dict.fromkeys(FILLERS, (np.float32, np.float64)),
+_TYPES = {
+    "token_ids": ("int32", "int64"),
+    "origins": ("int8", "int8"),
+    "loss_mask": ("bool", "bool"),
+    **dict.fromkeys(FILLERS, ("float32", "float64")),
 }
 """The narrow and the wide type of each column."""
 
@@ -78,10 +79,12 @@ def pack_columns(step: Any) -> None:
         )
 
 
-def packed(values: Any, narrow: type[np.generic], wide: type[np.generic]) -> Column:
+def packed(values: Any, narrow: str, wide: str) -> Column:
     """Returns values as a read-only array, of the narrow type if that changes none of them, else of
     the wide one. A read-only array of the right type is returned as it is, without a copy."""
-    found: Column = np.asarray(values, np.bool_ if wide is np.bool_ else None)
+    import numpy as np
+
+    found: Column = np.asarray(values, "bool" if wide == "bool" else None)
     is_ours = found is values and not found.flags.writeable
     if is_ours and found.dtype == narrow:
         return found
@@ -90,7 +93,7 @@ def packed(values: Any, narrow: type[np.generic], wide: type[np.generic]) -> Col
         found = found.astype(wide)
     # "same_kind": a float is no id, and None is no score; both raise.
     column: Column = found.astype(wide, casting="same_kind", copy=not is_ours)
-    if narrow is not wide:
+    if narrow != wide:
         with np.errstate(over="ignore"):
             short = column.astype(narrow)
         column = short if (short == column).all() else column
@@ -100,6 +103,8 @@ def packed(values: Any, narrow: type[np.generic], wide: type[np.generic]) -> Col
 
 def is_same(one: Any, other: Any) -> bool:
     """Returns whether two values of a field are equal; arrays are if all their entries are."""
+    import numpy as np
+
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     return bool(one == other)

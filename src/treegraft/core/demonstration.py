@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.interfaces import Span, TaskSource
 from treegraft.core.text import describe
@@ -76,6 +74,9 @@ def tree_of_paths(
 
 def plain_step(step_id: str, parent: str | None, written: Written) -> Step:
     """Returns a step without log-probabilities and entropies: zeros stand for them."""
+    # Here, not at the head of the file: commands that read settings load it.
+    import numpy as np
+
     token_ids = np.array([token for ids, _ in written.spans for token in ids])
     none = np.full(len(token_ids), False)
     # Nobody sampled these tokens here, and their own scores are not known.

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-import numpy as np
-
 from treegraft.core.columns import Column, is_same, pack_columns
 from treegraft.core.columns import Origin as Origin
 from treegraft.core.shown import ShownStep, ShownTrajectory, ShownTree
@@ -423,7 +421,7 @@ class Step(ShownStep):
     """[tokens] int32, or int64 if one needs it. Of this step only; a path's tokens are the
     concatenation."""
     origins: Column
-    """[tokens] int8. `Origin(step.origins[0])` is the first token's."""
+    """[tokens] int8: who wrote each; compared with an `Origin` by ==, never by `is`."""
     loss_mask: Column
     """[tokens] bool, a decision: True needs origin POLICY."""
     sampling_logprobs: Column
@@ -494,12 +492,12 @@ class Step(ShownStep):
 
     def num_by(self, origin: Origin) -> int:
         """Returns the number of tokens that one author wrote."""
-        return int(np.count_nonzero(self.origins == origin))
+        return int((self.origins == origin).sum())
 
     @property
     def num_loss_tokens(self) -> int:
         """Tokens that carry loss."""
-        return int(np.count_nonzero(self.loss_mask))
+        return int(self.loss_mask.sum())
 
     @property
     def sampled_entropies(self) -> list[float]:
