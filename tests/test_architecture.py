@@ -82,6 +82,7 @@ NEVER = {
 
 TORCH = (
     "policy",
+    "algo.loss",
     "algo.losses",
     "algo.objectives",
     "tools.search.encoders",

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from treegraft.algo.loss import (
+    ImitatedBatch,
+    LossBatch,
+    LossForm,
+    PassScores,
+    loss_terms,
+    total_loss,
+)
 from treegraft.algo.losses import (
     Denominators,
     clipped_surrogate,
@@ -278,3 +287,61 @@ def test_the_product_of_a_long_sequence_neither_overflows_nor_drifts() -> None:
     assert weights[0] == pytest.approx(1.0, abs=1e-6)
     weights, _ = engine_correction(gaps.abs() * 4, 1e12, torch.tensor([10_000]))
     assert weights[0] == pytest.approx(math.exp(20.0), rel=1e-5)
+
+
+def test_the_whole_loss_is_its_terms_with_their_weights() -> None:
+    """Two trajectories share token 0, the second goes on with token 1, and the first holds one
+    imitated token. All numbers are such that every term counts."""
+    form = LossForm(
+        surrogate=lambda *columns, owners, shaping, positions: clipped_surrogate(
+            *columns, clip_low=0.2, clip_high=0.2, shaping=shaping
+        ),
+        engine_ratio_cap=1.5,
+        engine_ratio="token",
+        kl_coef=0.5,
+        entropy_coef=0.25,
+        graft_coef=0.1,
+        graft_form="log",
+        graft_gamma=0.1,
+    )
+    column = partial(torch.tensor, dtype=torch.float64)
+    logprobs = column([-1.0, -2.0]).requires_grad_()
+    # The engine's probabilities are half the learner's, and so are the reference's.
+    half = logprobs.detach() - math.log(2.0)
+    batch = LossBatch(
+        tokens=torch.tensor([0, 0, 1]),
+        owners=torch.tensor([0, 1, 1]),
+        advantages=column([1.0, -1.0, -1.0]),
+        shaping=column([1.0, 1.0, 1.0]),
+        positions=torch.tensor([3, 3, 4]),
+        sampling_logprobs=half,
+        factors=column([0.5, 0.25]),
+        imitated=ImitatedBatch(
+            tokens=torch.tensor([0]), owners=torch.tensor([0]), advantages=column([1.0])
+        ),
+    )
+    scores = PassScores(
+        logprobs=logprobs,
+        entropies=column([0.4, 0.8]),
+        old_logprobs=logprobs.detach(),
+        imitated_logprobs=column([-2.0]),
+        ref_logprobs=half,
+    )
+    terms = loss_terms(batch, scores, form)
+    k3 = 0.5 + math.log(2.0) - 1.0
+    assert terms["policy"].tolist() == pytest.approx([-1.5, 1.5, 1.5])
+    assert terms["kl"].tolist() == pytest.approx([k3] * 3)
+    assert terms["entropy"].tolist() == pytest.approx([0.4, 0.4, 0.8])
+    assert terms["imitation"].tolist() == pytest.approx([0.2])
+    assert terms["is_capped"].all() and not terms["is_clipped"].any()
+    each = [sign * 1.5 + 0.5 * k3 - 0.25 * entropy for sign, entropy in ((-1, 0.4), (1, 0.4))]
+    last = 1.5 + 0.5 * k3 - 0.25 * 0.8
+    loss = total_loss(terms, batch, form)
+    assert float(loss.detach()) == pytest.approx(
+        0.5 * each[0] + 0.25 * (each[1] + last) + 0.5 * 0.2
+    )
+    loss.backward()
+    # d k3 / d log π = 1 - 1/2. Token 0 pushes both ways.
+    slope = 0.5 * 0.5
+    wanted = [0.5 * (-1.5 + slope) + 0.25 * (1.5 + slope), 0.25 * (1.5 + slope)]
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(wanted)

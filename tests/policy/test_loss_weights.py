@@ -21,8 +21,9 @@ from tests.support.slow_learner import (
 from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
+from treegraft.algo.loss import PassScores
 from treegraft.core.types import Status
-from treegraft.policy.learn import learner as learner_module
+from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.pack import split_tree
 from treegraft.settings.policy import LossSettings
 
@@ -88,12 +89,15 @@ def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
         )
     )
     learner, _ = make_learner(build_model("llama"))
-    pack = learner_module._Pack(*next(learner._batches(learner._plan([tree], (0,)))))
+    _, batch = next(learner._batches(learner._plan([tree], (0,))))
     logprobs = torch.full((5,), -2.0, requires_grad=True)
-    factors = learner._factors(pack.batch, learner._denominators([tree]))
-    loss = learner._pack_loss(
-        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module.MetricSums()
+    scores = PassScores(
+        logprobs=logprobs,
+        entropies=torch.zeros(5),
+        old_logprobs=logprobs.detach(),
+        imitated_logprobs=torch.zeros(0),
     )
+    loss = learner._pack_loss(batch, scores, learner._denominators([tree]), MetricSums())
     loss.backward()
     # Rewards 1, 0, 0: mean 1/3, deviation 1/sqrt(3); A = 2/sqrt(3), -1/sqrt(3) twice; w = 1/3, |y|
     # = 2.

@@ -18,8 +18,10 @@ from tests.support.slow_learner import WAYS, attend_by, distance, gradient_of, m
 from tests.support.trees import Part, build_tree, mixed_trees
 
 from treegraft.algo.advantages import assign_credit
+from treegraft.algo.loss import PassScores
 from treegraft.core.types import EntropyKind, Origin, Status, Trajectory, Tree
 from treegraft.policy.learn import learner as learner_module
+from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.scores import token_scores
 from treegraft.runs.metrics import meaning
@@ -488,12 +490,15 @@ def test_hard_differs_where_clipping_acts() -> None:
         )
         learner, _ = make_learner(build_model("llama"), rules.loss)
         trees = [assign_credit(tree, advantage="dr_grpo", attribution=attribution)]  # type: ignore[arg-type]
-        pack = learner_module._Pack(*next(learner._batches(learner._plan(trees, (0,)))))
+        _, batch = next(learner._batches(learner._plan(trees, (0,))))
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
-        factors = learner._factors(pack.batch, learner._denominators(trees))
-        loss = learner._pack_loss(
-            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.MetricSums()
+        scores = PassScores(
+            logprobs=new,
+            entropies=torch.zeros(3),
+            old_logprobs=torch.zeros(3),
+            imitated_logprobs=torch.zeros(0),
         )
+        loss = learner._pack_loss(batch, scores, learner._denominators(trees), MetricSums())
         loss.backward()
         assert new.grad is not None
         values[attribution] = (float(loss.detach()), new.grad.tolist())

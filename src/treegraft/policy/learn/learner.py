@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treegraft.algo.losses import (
-    Denominators,
-    contribution_weights,
-    engine_correction,
-    imitated_loss,
-    k3_divergence,
-)
+from treegraft.algo.loss import ImitatedBatch, LossBatch, PassScores, loss_terms, total_loss
+from treegraft.algo.losses import Denominators, contribution_weights
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.interfaces import WeightSource
@@ -29,7 +24,7 @@ from treegraft.policy.checkpoint import read_optimiser, write_model, write_optim
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.metrics import MetricSums
-from treegraft.policy.learn.objective import find_surrogate
+from treegraft.policy.learn.objective import find_form
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
@@ -106,7 +101,7 @@ class Learner:
         """
         self.model = model
         self.settings = learn
-        self._loss, self._surrogate = loss, find_surrogate(loss)
+        self._loss, self._form = loss, find_form(loss)
         self._further = [one for one, _ in weighed("loss", loss)]
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
@@ -387,10 +382,14 @@ class Learner:
             # Detached from this very pass, the ratio is exactly 1 and keeps its gradient.
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
             if pack.parts:
-                factors = self._factors(pack.batch, denominators)
-                loss = self._pack_loss(pack, logprobs, entropies, old, factors, sums)
-                if pack.batch.imitated is not None:
-                    loss = loss + self._imitated_loss(pack.batch, imitated, factors, sums)
+                scores = PassScores(
+                    logprobs=logprobs,
+                    entropies=entropies,
+                    old_logprobs=old,
+                    imitated_logprobs=imitated,
+                    ref_logprobs=pack.ref_logprobs,
+                )
+                loss = self._pack_loss(pack.batch, scores, denominators, sums)
                 sums.loss += float(loss.detach())
             else:
                 loss = logprobs.sum() * 0.0
@@ -415,88 +414,40 @@ class Learner:
             )
         return Denominators(groups, tokens, self._length_constant)
 
-    def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
-        """[N] the factor of every contribution of each trajectory."""
-        weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])
-        own = (weights, batch.lengths, denominators, self._loss.aggregation)
-        return contribution_weights(*own).float()
-
     def _pack_loss(
-        self,
-        pack: _Pack,
-        logprobs: Tensor,
-        entropies: Tensor,
-        old: Tensor,
-        factors: Tensor,
-        sums: MetricSums,
+        self, batch: TreeBatch, scores: PassScores, denominators: Denominators, sums: MetricSums
     ) -> Tensor:
-        """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
-        sampled tokens."""
-        batch, settings, weight = pack.batch, self._loss, self._loss.shaping_weight
-        rows = batch.carries_loss.nonzero()[:, 0]
-        tokens, owners = batch.tokens[rows], batch.trajectories[rows]
-        shaping = [shaping_factor(path.leaf.retrieved_frac, weight) for path in batch.paths]
-        # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
-        # two threads do not repeat.
-        new = logprobs.index_select(0, tokens)
-        terms = self._surrogate(
-            new,
-            old.index_select(0, tokens),
-            batch.advantages[rows],
-            owners=owners,
-            shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
-            positions=batch.position_ids[batch.sampled[tokens]],
-        )
-        losses = terms.losses
-        # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
-        if settings.engine_ratio_cap is not None:
-            gaps = (old - batch.sampling_logprobs).index_select(0, tokens)
-            by_path = settings.engine_ratio == "sequence"
-            lengths = torch.bincount(owners, minlength=len(batch.paths)) if by_path else None
-            weights, is_capped = engine_correction(gaps, settings.engine_ratio_cap, lengths)
-            losses = losses * weights
-            sums.add("learn/engine_capped_frac", is_capped.float())
-        if pack.ref_logprobs is not None:
-            divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
-            losses = losses + settings.kl_coef * divergence
-            sums.add("learn/kl", divergence.detach())
-        if settings.entropy_coef:
-            losses = losses - settings.entropy_coef * entropies.index_select(0, tokens)
-        signs = batch.advantages[rows]
-        # Of the contributions that push at all: those of 0 would make any share look small.
-        if (signs != 0).any():
-            sums.add("learn/positive_frac", (signs[signs != 0] > 0).float())
-        sums.add("learn/clip_frac", terms.is_clipped.float())
-        sums.add("learn/entropy", entropies.detach().index_select(0, tokens))
-        sums.add("learn/approx_kl", terms.ratios - 1.0 - torch.log(terms.ratios))
-        if terms.ratios.numel():
-            sums.ratio_max = max(sums.ratio_max, float(terms.ratios.max()))
+        """The pack's share of the optimiser step's loss, with its gradient."""
+        own = self._loss_batch(batch, denominators)
+        terms = loss_terms(own, scores, self._form)
+        sums.add_terms(terms, own.advantages)
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step that has
         # gradients: its weights still are the engine's.
-        own = old if settings.old_logprobs == "learner" else logprobs.detach()
-        if own is old or not any(sums.grad_norms):
-            sums.add("learn/engine_gap", batch.engine_gaps(own, sums.newest))
-        return (factors[owners] * losses).sum()
+        is_learners = self._loss.old_logprobs == "learner"
+        if is_learners or not any(sums.grad_norms):
+            known = scores.old_logprobs if is_learners else scores.logprobs.detach()
+            sums.add("learn/engine_gap", batch.engine_gaps(known, sums.newest))
+        return total_loss(terms, own, self._form)
 
-    def _imitated_loss(
-        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, sums: MetricSums
-    ) -> Tensor:
-        """Σ of factor · l over the contributions of imitated tokens, with the factor that the
-        trajectory's sampled tokens have."""
-        assert batch.imitated is not None
-        owners = batch.imitated.trajectories
-        advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
-        chosen = logprobs.index_select(0, batch.imitated.tokens)
-        losses = imitated_loss(
-            chosen,
-            torch.tensor(advantages, dtype=torch.float32, device=owners.device)[owners],
-            coef=self._loss.graft_coef,
-            form=self._loss.graft_form,
-            gamma=self._loss.graft_gamma,
+    def _loss_batch(self, batch: TreeBatch, denominators: Denominators) -> LossBatch:
+        """What the loss reads of a pack, on its device."""
+        weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])
+        factors = contribution_weights(weights, batch.lengths, denominators, self._loss.aggregation)
+        rows = batch.carries_loss.nonzero()[:, 0]
+        tokens, owners = batch.tokens[rows], batch.trajectories[rows]
+        fracs = [path.leaf.retrieved_frac for path in batch.paths]
+        shaping = [shaping_factor(frac, self._loss.shaping_weight) for frac in fracs]
+        return LossBatch(
+            tokens=tokens,
+            owners=owners,
+            advantages=batch.advantages[rows],
+            shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
+            positions=batch.position_ids[batch.sampled[tokens]],
+            sampling_logprobs=batch.sampling_logprobs,
+            factors=factors.float(),
+            imitated=_imitated(batch),
         )
-        sums.add("learn/lesson_logprob", chosen.detach())
-        return (factors[owners] * losses).sum()
 
     # ------------------------------------------------------------------ weights
 
@@ -574,3 +525,13 @@ class Learner:
             raise CheckpointError(
                 f"the optimiser state does not fit the model: {error}", code="optimiser-mismatch"
             ) from error
+
+
+def _imitated(batch: TreeBatch) -> ImitatedBatch | None:
+    """What the loss reads of the imitated tokens of a pack."""
+    if batch.imitated is None:
+        return None
+    owners = batch.imitated.trajectories
+    advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
+    column = torch.tensor(advantages, dtype=torch.float32, device=owners.device)
+    return ImitatedBatch(tokens=batch.imitated.tokens, owners=owners, advantages=column[owners])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,29 @@ class MetricSums:
         # Read later, all at once: the host would wait for a GPU at each.
         self._unread.append((key, values.sum(dtype=torch.float64)))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
+
+    def add_terms(self, terms: Mapping[str, Tensor], advantages: Tensor) -> None:
+        """Adds what `algo.loss.loss_terms` found in a pass.
+
+        Args:
+            advantages: [C] of its contributions.
+        """
+        if "is_capped" in terms:
+            self.add("learn/engine_capped_frac", terms["is_capped"].float())
+        if "kl" in terms:
+            self.add("learn/kl", terms["kl"].detach())
+        # Of the contributions that push at all: those of 0 would make any share look small.
+        pushes = advantages[advantages != 0]
+        if pushes.numel():
+            self.add("learn/positive_frac", (pushes > 0).float())
+        self.add("learn/clip_frac", terms["is_clipped"].float())
+        self.add("learn/entropy", terms["entropy"].detach())
+        ratios = terms["ratios"]
+        self.add("learn/approx_kl", ratios - 1.0 - torch.log(ratios))
+        if ratios.numel():
+            self.ratio_max = max(self.ratio_max, float(ratios.max()))
+        if "imitated_logprobs" in terms:
+            self.add("learn/lesson_logprob", terms["imitated_logprobs"])
 
     def add_step(self, grad_norm: float, lr: float) -> None:
         """Adds an optimiser step."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treegraft.algo.loss import LossForm
 from treegraft.algo.losses import SurrogateTerms, clipped_surrogate
 from treegraft.algo.objectives import capped_surrogate, kept_gradient_surrogate, sequence_surrogate
 from treegraft.core.errors import SettingError
@@ -18,6 +19,24 @@ from treegraft.settings.policy import LossSettings
 Objective = Callable[..., SurrogateTerms]
 """Called with the table [loss], [C] log-probabilities, old ones and advantages, and by name owners
 and shaping."""
+
+
+def find_form(settings: LossSettings) -> LossForm:
+    """Returns the loss that `settings` ask for.
+
+    Raises:
+        SettingError: loss.objective is an import path to nothing.
+    """
+    return LossForm(
+        surrogate=find_surrogate(settings),
+        engine_ratio_cap=settings.engine_ratio_cap,
+        engine_ratio=settings.engine_ratio,
+        kl_coef=settings.kl_coef,
+        entropy_coef=settings.entropy_coef,
+        graft_coef=settings.graft_coef,
+        graft_form=settings.graft_form,
+        graft_gamma=settings.graft_gamma,
+    )
 
 
 def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
