@@ -409,9 +409,14 @@ def refuse_changed_inputs(
                 f" {checkpoint.name} was trained with. {ways_out(run_dir, checkpoint)}",
                 code="run-buffer-missing",
             )
-        raise CheckpointError(
+        text = (
             f"run folder '{run_dir}': {what.format(places.get(name, ''))} since"
             f" {checkpoint.name} was written, so the resumed run would not equal an undisturbed"
-            f" one. {ways_out(run_dir, checkpoint)}",
-            code=f"{name}-changed",
+            f" one. {ways_out(run_dir, checkpoint)}"
         )
+        # Written out, so that each code is found where it is raised.
+        if name == "tasks":
+            raise CheckpointError(text, code="tasks-changed")
+        if name == "demonstrations":
+            raise CheckpointError(text, code="demonstrations-changed")
+        raise CheckpointError(text, code="buffer-changed")
