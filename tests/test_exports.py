@@ -38,6 +38,7 @@ NAMES = (
         "RunResult",
     ),
     "trust",
+    "Session",
     *("Config", "load_config", "evaluate_checkpoint", "answer_question"),
     *("TreegraftError", "SettingError", "DataError", "ToolError", "ToolUnavailable"),
 )

@@ -182,7 +182,7 @@ def test_loops() -> None:
     """Trees, a learner, rows, losses, and an engine over tokens of a server."""
     import torch
 
-    from treegraft import load_config
+    from treegraft import Session, load_config
     from treegraft.parts import (
         Grove,
         LeafRow,
@@ -198,12 +198,14 @@ def test_loops() -> None:
     )
 
     config = load_config("demo", ["num_leaves=4", "max_completion_tokens=24"])
-    with grove(config) as my_grove:
-        assert isinstance(my_grove, Grove) and isinstance(my_grove.learner, Learner)
-        trees = my_grove.grow(my_grove.tasks[:2], 1)  # scored and credited
+    with pytest.warns(FutureWarning):  # as a session was named until 0.8
+        assert isinstance(grove(config), Grove) and issubclass(Grove, Session)
+    with Session(config) as session:
+        assert isinstance(session.learner, Learner)
+        trees = session.credit(session.sample(1, session.tasks[:2]))  # scored, with advantages
         # An engine over somebody else's servers: a `Draft` says where a completion ends.
         request = interfaces.Request((3, 4), Sampling(max_new_tokens=8), noise_key=("t",))
-        stops, kind = served.StopFinder(my_grove.tokenizer), served.EntropyKind.TOP_K
+        stops, kind = served.StopFinder(session.tokenizer), served.EntropyKind.TOP_K
         begun = served.Draft(stops, frozenset({0}), request, 8, kind)
         begun.take(served.TokenReply([5, 0], [-0.1, -0.3], [0.2, 0.1]))
         assert begun.finish == "end" and begun.completion(0).token_ids == (5, 0)
@@ -275,7 +277,7 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     builds = recipe.merged(tables, {"buffer": {"build": {"agent": "expert", "num_samples": 2}}})
     build = BufferBuild(load_config(builds), folder / "expert.sqlite")
     assert build.report.num_attempts == 0  # `run` does the work
-    assert judging.TraceFile and judging.assemble_judge  # of work on stored trajectories
+    assert judging.TraceFile and judging.Parts  # of work on stored trajectories
     assert packages.lacking("it", "mcp") == "" or "pip install" in packages.lacking("it", "mcp")
     assert commands.Overrides and recipe.flatten({"a": {"b": 1}}) == {"a.b": 1}
     shape = shapes.ModelShape.of_config(
@@ -381,14 +383,13 @@ def test_mathematics() -> None:
 
 def test_packed_trees() -> None:
     """Scores of unique tokens, and of each trajectory."""
-    from treegraft import TreeBatch, pack_trees, token_scores
-    from treegraft.parts import grove
+    from treegraft import Session, TreeBatch, pack_trees, token_scores
 
     settings = {"explore": {"num_leaves": 4}, "rollout": {"max_completion_tokens": 16}}
-    with grove(settings) as my_grove:
-        trees = my_grove.grow(my_grove.tasks[:2], 1)
+    with Session(settings) as session:
+        trees = session.credit(session.sample(1, session.tasks[:2]))
         batch: TreeBatch = pack_trees(trees)
-        logprobs, entropies = token_scores(my_grove.learner.model, batch)  # [unique tokens]
+        logprobs, entropies = token_scores(session.learner.model, batch)  # [unique tokens]
     paths = [path for tree in trees for path in tree.trajectories()]
     first = batch.per_trajectory(logprobs)[0]  # [sampled tokens of the first trajectory]
     assert len(first) == sum(paths[0].sampled_mask) and len(entropies) == len(logprobs)

@@ -4,15 +4,15 @@ settings, bit for bit.
 
 python examples/loops/arpo.py
 
-`Learner.learn` makes the optimiser steps, here two of them: it packs the trees, so that each of U
-unique tokens is scored once, and sums the loss over the C tokens of all trajectories.
+`learn` makes the optimiser steps, here two of them: it packs the trees, so that each of U unique
+tokens is scored once, and sums the loss over the C tokens of all trajectories.
 """
 
 import tempfile
 from pathlib import Path
 
-from treegraft import Config, load_config, sft
-from treegraft.parts import Epochs, LeafRow, grove, leaf_rows
+from treegraft import Config, Session, load_config, sft
+from treegraft.parts import LeafRow, leaf_rows
 
 SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", 'explore.explorers=["entropy"]']
 SETTINGS += ["credit.attribution=hard", "learn.num_minibatches=2"]
@@ -20,18 +20,18 @@ SETTINGS += ["credit.attribution=hard", "learn.num_minibatches=2"]
 
 def loop(config: Config, folder: Path) -> list[dict[str, float]]:
     """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
-    metrics, size = [], config.run.tasks_per_update
-    with grove(config) as my_grove:
-        dealt, learner = Epochs(my_grove.tasks, config.run.seed), my_grove.learner
-        for number in range(1, config.run.num_updates + 1):
-            trees = my_grove.grow(dealt.draw(number, (number - 1) * size, size=size), number)
-            trees, learned = learner.learn(trees)
-            my_grove.publish(learner.weights(), number)
-            metrics.append(my_grove.take_metrics(trees) | learned)
+    metrics = []
+    with Session(config) as session:
+        for update in range(session.update + 1, config.run.num_updates + 1):
+            trees = session.sample(update)
+            trees = session.credit(trees)
+            trees = session.learn(trees, update)
+            session.sync_weights(update)
+            metrics.append(session.pop_metrics())
             # What another trainer would get: a row for each leaf, with the advantage of each token.
             rows = leaf_rows(trees, config)
-            print(f"update {number}: {len(trees)} trees, {len(rows)} rows, {show(rows[0])}")
-        my_grove.save(folder, number)
+            print(f"update {update}: {len(trees)} trees, {len(rows)} rows, {show(rows[0])}")
+        session.save(folder)
     return metrics
 
 

@@ -10,8 +10,8 @@ holds such a token; N trajectories.
 import tempfile
 from pathlib import Path
 
-from treegraft import Config, Tree, load_config, pack_trees, sft
-from treegraft.parts import Epochs, Learner, grove, losses
+from treegraft import Config, Session, Tree, load_config, pack_trees, sft
+from treegraft.parts import Learner, losses
 
 SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", "learn.num_minibatches=1"]
 
@@ -37,15 +37,15 @@ def learn(learner: Learner, trees: list[Tree], config: Config) -> dict[str, floa
 
 def loop(config: Config, folder: Path) -> list[dict[str, float]]:
     """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
-    metrics, size = [], config.run.tasks_per_update
-    with grove(config) as my_grove:
-        dealt, learner = Epochs(my_grove.tasks, config.run.seed), my_grove.learner
-        for number in range(1, config.run.num_updates + 1):
-            trees = my_grove.grow(dealt.draw(number, (number - 1) * size, size=size), number)
-            learned = learn(learner, trees, config)
-            my_grove.publish(learner.weights(), number)
-            metrics.append(my_grove.take_metrics(trees) | learned)
-        my_grove.save(folder, number)
+    metrics = []
+    with Session(config) as session:
+        for update in range(session.update + 1, config.run.num_updates + 1):
+            trees = session.sample(update)
+            trees = session.credit(trees)
+            learned = learn(session.learner, trees, config)
+            session.sync_weights(update)
+            metrics.append(session.pop_metrics() | learned)
+        session.save(folder)
     return metrics
 
 

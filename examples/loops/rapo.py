@@ -11,8 +11,7 @@ share F was grafted are multiplied by 1 + m F before the clip (eq. 8 and 11).
 import tempfile
 from pathlib import Path
 
-from treegraft import Config, load_config, sft
-from treegraft.parts import Epochs, grove
+from treegraft import Config, Session, load_config, sft
 
 SETTINGS = ["run.num_updates=3", "warmup.num_steps=0", 'explore.explorers=["graft"]']
 SETTINGS += ["buffer.grow.num_best=1", "learn.num_minibatches=2"]
@@ -20,16 +19,15 @@ SETTINGS += ["buffer.grow.num_best=1", "learn.num_minibatches=2"]
 
 def loop(config: Config, folder: Path) -> list[dict[str, float]]:
     """Makes all updates, writes a checkpoint to `folder` and returns the metrics of each."""
-    metrics, size = [], config.run.tasks_per_update
-    with grove(config) as my_grove:
-        dealt, learner = Epochs(my_grove.tasks, config.run.seed), my_grove.learner
-        for number in range(1, config.run.num_updates + 1):
-            trees = my_grove.grow(dealt.draw(number, (number - 1) * size, size=size), number)
-            trees, learned = learner.learn(trees, my_grove.lessons(trees, number))
-            my_grove.publish(learner.weights(), number)
-            my_grove.remember(trees, number)
-            metrics.append(my_grove.take_metrics(trees) | learned)
-        my_grove.save(folder, number)
+    metrics = []
+    with Session(config) as session:
+        for update in range(session.update + 1, config.run.num_updates + 1):
+            trees = session.sample(update)
+            trees = session.credit(trees)
+            session.learn(trees, update)  # which also fills the buffer
+            session.sync_weights(update)
+            metrics.append(session.pop_metrics())
+        session.save(folder)
     return metrics
 
 

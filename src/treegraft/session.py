@@ -832,6 +832,8 @@ class Session:
 
     async def _synced(self, version: int, weights: Any) -> None:
         if weights is None and self._learns:
+            # A loop with a step of its own has no `learn` to say so.
+            self.update = version
             await self._publisher.publish(version)
             gap = self._learned.get("learn/engine_gap")
             self._learned |= self._publisher.check(version, gap)

@@ -31,13 +31,13 @@ from tests.support.trl_check import QUIET, SAVES, some_failed, train
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from treegraft import SettingError, Status, load_config, read_trees, sft
+from treegraft import Session, SettingError, Status, load_config, read_trees, sft
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl import trainer as of_trainer
 from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
-from treegraft.parts import BranchCause, Grove, RunReader, setting_rows
+from treegraft.parts import BranchCause, RunReader, setting_rows
 from treegraft.parts import recipe as recipe_files
 from treegraft.policy.learn.credit import credit_trees
 
@@ -142,12 +142,12 @@ def test_law_19_with_failed_leaves(
     aggregation: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed leaf, and a tree of failed leaves alone, count for nothing."""
-    grow = Grove.grow
+    credit = Session.credit
 
-    def failing(self: Grove, tasks: Any, number: int) -> Any:
-        return some_failed(grow(self, tasks, number), self.config)
+    def failing(self: Session, trees: Any) -> Any:
+        return some_failed(credit(self, trees), self.config)
 
-    monkeypatch.setattr(Grove, "grow", failing)
+    monkeypatch.setattr(Session, "credit", failing)
     overrides = (f"loss.aggregation={aggregation}", "run.tasks_per_update=3", "learn.lr=0.1")
     trainer = train(recipe(base, *overrides, "loss.kl_coef=0.5"), tmp_path / "out")
     print(aggregation, "failed", [f"{gap.relative:.1e}" for gap in trainer.gaps])

@@ -31,12 +31,12 @@ from tests.support.error_codes import raises_code
 from tests.support.hosts import on_one_thread, recipe, recredited, warmed_up, with_failures
 from tests.support.verl_check import Held, Queue, in_queue, verl_config
 
-from treegraft import SettingError, Tree, read_trees
+from treegraft import Session, SettingError, Tree, read_trees
 from treegraft.extras import verl as ours
 from treegraft.extras.verl import arguments
 from treegraft.extras.verl.arguments import MANAGER
 from treegraft.extras.verl.rows import ADVANTAGES
-from treegraft.parts import BranchCause, Grove
+from treegraft.parts import BranchCause
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -123,15 +123,15 @@ def test_law_19_with_failed_leaves(
 ) -> None:
     """A failed leaf has no row, and a tree of failed leaves has none at all; verl's padding fills
     the batch up, and counts for nothing."""
-    agrow = Grove.agrow
+    credit = Session.credit
 
-    async def failing(self: Grove, tasks: Any, number: int) -> list[Tree]:
-        (tree,) = await agrow(self, tasks, number)
+    def failing(self: Session, trees: Any) -> list[Tree]:
+        (tree,) = credit(self, trees)
         place = [task.id for task in self.tasks[:3]].index(tree.task.id)
         lost = {0: (1,), 1: tuple(range(len(tree.leaves)))}.get(place, ())
         return recredited([with_failures(tree, lost)], self.config)
 
-    monkeypatch.setattr(Grove, "agrow", failing)
+    monkeypatch.setattr(Session, "credit", failing)
     config = recipe(base, f"loss.aggregation={aggregation}", "run.tasks_per_update=3")
     held = Held(config, tmp_path, monkeypatch)
     try:

@@ -14,9 +14,9 @@ import torch
 from tests.support.families import build_model, word_tokenizer
 from tests.support.tiny import tiny
 
-from treegraft import SettingError, load_config, train
+from treegraft import Session, SettingError, load_config, train
 from treegraft.core.types import Filters
-from treegraft.parts import Completion, Sampling, errors, grove, interfaces, served
+from treegraft.parts import Completion, Sampling, errors, interfaces, served
 
 MODEL = build_model("llama", 0)
 PREFIX = (1, 5, 9, 4)
@@ -171,21 +171,21 @@ def test_a_server_that_hangs_meets_the_deadline() -> None:
         asyncio.run(main())
 
 
-def test_a_grove_takes_the_engine_and_the_version_of_weights_that_somebody_moved() -> None:
+def test_a_session_takes_the_engine_and_the_version_of_weights_that_somebody_moved() -> None:
     recipe = tiny(warmup={"num_steps": 0}, explore={"num_leaves": 2})
-    with grove(recipe) as plain:
+    with Session(recipe, learns=False) as plain:
         tokenizer = plain.tokenizer
-        with pytest.raises(SettingError, match="publish: got no weights, expected some"):
-            plain.publish(None, 1)
+        with pytest.raises(SettingError, match="sync_weights: got no weights, expected some"):
+            plain.sync_weights(1)
 
     class Silent:
         async def generate(self, request: served.TokenRequest) -> served.TokenReply:
             return served.TokenReply([tokenizer.eos_token_id], [-0.5])
 
     engine = served.ServerEngine(Silent(), tokenizer, end_ids=[tokenizer.eos_token_id])
-    with grove(recipe, engine=engine) as own:
-        own.publish(None, 7)
-        (tree,) = own.grow(own.tasks[:1], 1)
+    with Session(recipe, engine=engine, learns=False) as own:
+        own.sync_weights(7)
+        (tree,) = own.sample(1, own.tasks[:1])
     kinds = {step.entropy_kind for step in tree.steps if any(step.sampled_mask)}
     assert kinds == {served.EntropyKind.SAMPLED}
     assert {step.policy_version for step in tree.steps if any(step.sampled_mask)} == {7}

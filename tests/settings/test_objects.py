@@ -20,6 +20,7 @@ from tests.support.error_codes import raises_code
 from tests.support.tiny import contents, is_timing, tiny, write_recipe
 
 from treegraft import (
+    Session,
     SettingError,
     Task,
     Tree,
@@ -31,7 +32,7 @@ from treegraft import (
 )
 from treegraft.core.given import GivenObjects, giving, import_path
 from treegraft.core.import_paths import load_object
-from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start, grove
+from treegraft.parts import BufferBuild, Independent, NoDisplay, OpenTasks, Start
 from treegraft.settings.objects import with_objects
 from treegraft.tasks.build import build_tasks
 
@@ -266,7 +267,7 @@ def test_ids_by_which_tasks_cannot_be_told_apart_are_refused_before_any_work(
         run(tmp_path, DATA, tasks=Twice(), rewards=brief)
     with invalid:
         run(tmp_path, DATA, tasks=Twice(12), rewards=brief)
-    with invalid, grove(DATA, tasks=Twice(), rewards=brief):
+    with invalid, Session(DATA, tasks=Twice(), rewards=brief):
         pass
     with invalid:
         evaluate_checkpoint(None, load_config(DATA), tasks=Twice(12), rewards=brief)
@@ -279,8 +280,8 @@ def test_ids_by_which_tasks_cannot_be_told_apart_are_refused_before_any_work(
     source = Sums()
     source.eval_tasks = source.train_tasks  # type: ignore[method-assign]
     for tasks in (source, [*ROWS, {"question": ROWS[0]["question"], "answer": "many"}]):
-        with grove(DATA, tasks=tasks, rewards=brief) as my_grove:
-            assert len(my_grove.tasks) >= 12
+        with Session(DATA, tasks=tasks, rewards=brief, learns=False) as session:
+            assert len(session.tasks) >= 12
 
 
 @pytest.mark.parametrize("way", ["datasets.Dataset", "DataFrame"])
@@ -716,7 +717,7 @@ def test_a_judge_is_not_asked_before_there_are_trees_and_loses_nothing(tmp_path:
 
 def test_loops_and_evaluations_try_rewards_too(tmp_path: Path) -> None:
     for work in (
-        lambda: grove(QUICK, rewards=lambda **_: [1.0]).__enter__(),
+        lambda: Session(QUICK, rewards=lambda **_: [1.0]).__enter__(),
         lambda: evaluate_checkpoint(None, load_config(QUICK), rewards=lambda **_: [1.0]),
     ):
         with pytest.raises(SettingError) as caught:

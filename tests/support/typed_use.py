@@ -14,6 +14,7 @@ from treegraft import (
     Origin,
     RunResult,
     ScriptedEngine,
+    Session,
     SettingError,
     Status,
     Step,
@@ -49,13 +50,11 @@ from treegraft import (
     trust,
 )
 from treegraft.parts import (
-    Grove,
     Independent,
     LeafRow,
     Learner,
     NoDisplay,
     Start,
-    grove,
     interfaces,
     leaf_rows,
     losses,
@@ -161,16 +160,18 @@ def looked_at(result: RunResult) -> None:
 
 
 def learned(engine: ScriptedEngine, device: torch.device) -> torch.Tensor:
-    with grove("demo", engine=engine, rewards=brief) as my_grove:
-        assert_type(my_grove, Grove)
-        trees = my_grove.grow(my_grove.tasks[:2], 1)
-        learner: Learner = my_grove.learner
-        trees, metrics = learner.learn(trees)
+    with Session("demo", engine=engine, rewards=brief) as session:
+        assert_type(session, Session)
+        trees = session.credit(session.sample(1, session.tasks[:2]))
+        learner: Learner = session.learner
+        _, metrics = learner.learn(trees)
         assert_type(metrics, dict[str, float])
-        my_grove.publish(learner.weights(), 1)
-        rows: list[LeafRow] = leaf_rows(trees, my_grove.config)
+        trees = session.learn(trees, 1)
+        session.sync_weights(1)
+        assert_type(session.pop_metrics(), dict[str, float])
+        rows: list[LeafRow] = leaf_rows(trees, session.config)
         assert_type(rows[0].completion_ids, list[int])
-        print(my_grove.tokenizer.eos_token_id, learner.optimiser)
+        print(session.tokenizer.eos_token_id, learner.optimiser)
     batch: TreeBatch = pack_trees(trees, device=device)
     logprobs, _ = token_scores(learner.model, batch)
     terms = losses.clipped_surrogate(logprobs, logprobs, logprobs, clip_low=0.2, clip_high=0.2)
@@ -199,7 +200,7 @@ def wrong(result: RunResult, engine: ScriptedEngine) -> None:
     result.agent().answer("?")  # type: ignore[attr-defined]
     result.view().open()  # type: ignore[attr-defined]
     result.trees("7")  # type: ignore[arg-type]
-    grove("demo", engine=brief)  # type: ignore[arg-type]
+    Session("demo", engine=brief)  # type: ignore[arg-type]
     leaf_rows(result.trees())  # type: ignore[call-arg]
 
 

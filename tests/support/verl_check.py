@@ -194,7 +194,7 @@ class Held:
 
     def grow(self, num: int, *, validates: bool = False) -> list[str]:
         """Has the worker run so many prompts; returns their uids."""
-        parts = self.worker._grove.parts
+        parts = self.worker._session.parts
         tasks = list(parts.eval_tasks if validates else parts.train_tasks)[:num]
         uids = [f"{'val' if validates else 'uid'}{place}" for place in range(num)]
         sampling = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from tests.support.tiny import tiny
 from treegraft import (
     DataError,
     ScriptedEngine,
+    Session,
+    Task,
     TraceBuffer,
     Tree,
     load_config,
     read_trees,
 )
 from treegraft.core.errors import EngineError
-from treegraft.parts import Grove, grove
+from treegraft.parts import grove
+from treegraft.runs.checkpoint import read_state
 from treegraft.view.runs import RunReader
 
 SMALL = {"run": {"seed": 5}, "loss": {"graft_coef": 0.0}}
@@ -35,6 +38,21 @@ GRAFTED: dict[str, Any] = {
     "explore": {"explorers": ["graft"], "graft": {"num_hybrid": 2, "probability": 1.0}},
     "buffer": {"path": "expert", "encoder": "hashing"},
 }
+
+
+def opened(recipe: Any, **how: Any) -> Session:
+    """A session whose learner, if any, is made when it is asked for."""
+    return Session(recipe, learns=False, **how)
+
+
+def grow(session: Session, tasks: Sequence[Task], number: int) -> list[Tree]:
+    """Scored and credited trees."""
+    return list(session.credit(session.sample(number, tasks)))
+
+
+async def agrow(session: Session, tasks: Sequence[Task], number: int) -> list[Tree]:
+    """The same, awaited."""
+    return list(session.credit(await session.asample(number, tasks)))
 
 
 def agent(path: str) -> str:
@@ -47,8 +65,8 @@ def agent(path: str) -> str:
 
 @pytest.fixture(scope="module")
 def scripted() -> Callable[..., ScriptedEngine]:
-    with grove(tiny(**SMALL)) as my_grove:
-        tokenizer = my_grove.tokenizer
+    with opened(tiny(**SMALL)) as session:
+        tokenizer = session.tokenizer
     return lambda **how: ScriptedEngine(agent, tokenizer, **how)
 
 
@@ -65,20 +83,20 @@ def tokens(trees: list[Tree]) -> list[Any]:
 
 def test_every_way_of_opening_gives_the_same_trees() -> None:
     config = load_config(tiny(**SMALL))
-    with grove(config) as my_grove:
-        expected = tokens(my_grove.grow(my_grove.tasks[:2], 1))
-        other = tokens(my_grove.grow(my_grove.tasks[:2], 2))
+    with opened(config) as session:
+        expected = tokens(grow(session, session.tasks[:2], 1))
+        other = tokens(grow(session, session.tasks[:2], 2))
     assert other != expected and len(expected[0][1]) == 4
 
     async def awaited() -> list[Any]:
-        async with grove(config) as my_grove:
-            return tokens(await my_grove.agrow(my_grove.tasks[:2], 1))
+        async with opened(config) as session:
+            return tokens(await agrow(session, session.tasks[:2], 1))
 
     async def in_a_notebook() -> list[Any]:
         """An event loop runs already, and the plain form is used; its trees can be awaited too."""
-        with grove(config) as my_grove:
-            first = tokens(my_grove.grow(my_grove.tasks[:2], 1))
-            assert first == tokens(await my_grove.agrow(my_grove.tasks[:2], 1))
+        with opened(config) as session:
+            first = tokens(grow(session, session.tasks[:2], 1))
+            assert first == tokens(await agrow(session, session.tasks[:2], 1))
             return first
 
     assert asyncio.run(awaited()) == asyncio.run(in_a_notebook()) == expected
@@ -86,54 +104,54 @@ def test_every_way_of_opening_gives_the_same_trees() -> None:
 
 def test_the_plain_form_does_not_wait_for_the_loop_it_stands_on(scripted: Any) -> None:
     async def blocked() -> None:
-        async with grove(tiny(**SMALL), engine=scripted()) as my_grove:
-            with raises_code("grove-on-this-loop"):
-                my_grove.grow(my_grove.tasks[:1], 1)
+        async with opened(tiny(**SMALL), engine=scripted()) as session:
+            with raises_code("session-on-this-loop"):
+                grow(session, session.tasks[:1], 1)
             # From another thread it may wait.
-            trees = await asyncio.to_thread(my_grove.grow, my_grove.tasks[:1], 1)
+            trees = await asyncio.to_thread(grow, session, session.tasks[:1], 1)
             assert len(trees) == 1
 
     asyncio.run(blocked())
 
 
-def test_two_groves_share_nothing() -> None:
+def test_two_sessions_share_nothing() -> None:
     """Grown in turns, with settings that differ, they give what each gives alone."""
 
-    def grown(my_grove: Grove) -> list[Any]:
-        return tokens(my_grove.grow(my_grove.tasks[:2], 3))
+    def grown(session: Session) -> list[Any]:
+        return tokens(grow(session, session.tasks[:2], 3))
 
     one, other = load_config(tiny(**SMALL)), load_config(tiny(**SMALL, explore={"num_leaves": 3}))
-    with grove(one) as my_grove:
-        alone = [grown(my_grove)]
-    with grove(other) as my_grove:
-        alone.append(grown(my_grove))
-    with grove(one) as first, grove(other) as second:
-        first.publish([(name, 0 * w) for name, w in first.learner.weights()], 1)
+    with opened(one) as session:
+        alone = [grown(session)]
+    with opened(other) as session:
+        alone.append(grown(session))
+    with opened(one) as first, opened(other) as second:
+        first.sync_weights(1, [(name, 0 * w) for name, w in first.learner.weights()])
         assert second.engine.policy_version == 0 and grown(first) != alone[0]
         assert grown(second) == alone[1]
-        first.publish(first.learner.weights(), 2)
+        first.sync_weights(2, first.learner.weights())
         assert grown(first) == alone[0]
 
 
 def test_it_is_open_inside_its_block_alone(scripted: Any) -> None:
-    my_grove = grove(tiny(**SMALL), engine=scripted())
-    with raises_code("grove-not-open"):
-        my_grove.grow([], 1)
+    session = opened(tiny(**SMALL), engine=scripted())
+    with raises_code("session-not-open"):
+        grow(session, [], 1)
     for _ in range(2):
-        with my_grove:
-            assert len(my_grove.grow(my_grove.tasks[:1], 1)) == 1
-            with raises_code("grove-open"), my_grove:
+        with session:
+            assert len(grow(session, session.tasks[:1], 1)) == 1
+            with raises_code("session-open"), session:
                 pass
-    with raises_code("grove-not-open"):
-        _ = my_grove.tasks
+    with raises_code("session-not-open"):
+        _ = session.tasks
 
 
 def test_ctrl_c_ends_the_wait_and_the_thread(scripted: Any) -> None:
     engine = scripted(latency_s=lambda *_: 60.0)
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), grove(tiny(**SMALL), engine=engine) as my_grove:
+    with pytest.raises(KeyboardInterrupt), opened(tiny(**SMALL), engine=engine) as session:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        my_grove.grow(my_grove.tasks[:1], 1)
+        grow(session, session.tasks[:1], 1)
     assert threading.active_count() <= before
 
 
@@ -142,14 +160,14 @@ def test_ctrl_c_ends_the_wait_and_the_thread(scripted: Any) -> None:
 
 def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path) -> None:
     with raises_code("unknown-setting"):
-        grove({"explore": {"num_leavs": 2}})
+        opened({"explore": {"num_leavs": 2}})
     with raises_code("engine-invalid"):
-        grove(tiny(**SMALL), engine="native")  # type: ignore[arg-type]
+        opened(tiny(**SMALL), engine="native")  # type: ignore[arg-type]
     gone = tiny(**GRAFTED | {"buffer": {"path": str(tmp_path / "gone.sqlite")}})
-    with raises_code("buffer-missing"), grove(gone):
+    with raises_code("buffer-missing"), opened(gone):
         pass
-    with grove(tiny(**SMALL), engine=scripted()) as my_grove:
-        task = my_grove.tasks[0]
+    with opened(tiny(**SMALL), engine=scripted()) as session:
+        task = session.tasks[0]
         for tasks, number, code in (
             ([task], -1, "update-number-invalid"),
             ([task], "1", "update-number-invalid"),
@@ -157,25 +175,25 @@ def test_bad_input_is_one_sentence_before_any_work(scripted: Any, tmp_path: Path
             ([task, task], 1, "task-twice"),
         ):
             with raises_code(code):
-                my_grove.grow(tasks, number)  # type: ignore[arg-type]
+                grow(session, tasks, number)  # type: ignore[arg-type]
         with pytest.raises(DataError):
-            my_grove.grow([replace(task, id="own", question="r1 " * 200)], 1)
+            grow(session, [replace(task, id="own", question="r1 " * 200)], 1)
 
 
 def test_lessons_of_a_buffer() -> None:
     """Of the expert's: at most one for each task, and draws of earlier tasks."""
     recipe = tiny(**GRAFTED | {"loss": {"lesson_coef": 0.5}, "learn": {"num_lessons": 2}})
-    with grove(recipe) as my_grove:
+    with opened(recipe) as session:
         given = []
         for number in (1, 2):
-            tasks = my_grove.tasks[3 * number : 3 * number + 3]
-            given.append(my_grove.lessons(my_grove.grow(tasks, number), number))
+            tasks = session.tasks[3 * number : 3 * number + 3]
+            given.append(session.lessons(grow(session, tasks, number), number))
             names = [tree.task.id for tree in given[-1]]
             assert {task.id for task in tasks} <= set(names) and len(set(names)) == len(names)
         assert len(given[0]) == 3 and 3 < len(given[1]) <= 5
         assert all(0 <= tree.leaves[0].advantage <= 1 for trees in given for tree in trees)
-    with grove(tiny()) as plain:
-        assert plain.lessons(plain.grow(plain.tasks[:1], 1), 1) == []
+    with opened(tiny()) as plain:
+        assert plain.lessons(grow(plain, plain.tasks[:1], 1), 1) == []
 
 
 # ---------------------------------------------------------------------- engines and weights
@@ -189,25 +207,25 @@ def test_an_engine_of_ones_own_stays_ones_own(scripted: Any) -> None:
         closed.append(True)
 
     engine.close = close
-    with grove(tiny(**SMALL), engine=engine) as my_grove:
-        assert my_grove.engine is engine
-        own = replace(my_grove.tasks[0], id="mine")
-        [tree] = my_grove.grow([own], 7)
+    with opened(tiny(**SMALL), engine=engine) as session:
+        assert session.engine is engine
+        own = replace(session.tasks[0], id="mine")
+        [tree] = grow(session, [own], 7)
     assert not closed and tree.group_id == "7/mine" and len(tree.leaves) == 4
     assert tree.leaves[0].reward is not None and tree.leaves[0].weight == 0.25
     assert tree.steps[1].content.calls[0].name == "search"
 
 
 def test_weights_are_published_whole_or_not_at_all() -> None:
-    with grove(tiny(**SMALL)) as my_grove:
-        named = dict(my_grove.learner.weights())
-        my_grove.publish({name: weight + 0.5 for name, weight in named.items()}, 4)
-        held, found = my_grove.engine.fingerprint, my_grove.grow(my_grove.tasks[:1], 1)
+    with opened(tiny(**SMALL)) as session:
+        named = dict(session.learner.weights())
+        session.sync_weights(4, {name: weight + 0.5 for name, weight in named.items()})
+        held, found = session.engine.fingerprint, grow(session, session.tasks[:1], 1)
         assert {step.policy_version for step in found[0].steps[1:]} == {4}
         named.popitem()
         with pytest.raises(EngineError):
-            my_grove.publish(named, 5)
-        assert (my_grove.engine.fingerprint, my_grove.engine.policy_version) == (held, 4)
+            session.sync_weights(5, named)
+        assert (session.engine.fingerprint, session.engine.policy_version) == (held, 4)
 
 
 LOOPS: dict[str, dict[str, Any]] = {
@@ -222,53 +240,54 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_checkpoint_goes_on(kind: str, tmp_path: Path) -> None:
-    """Two updates, saved, and a third in another grove: the weights of three in one. Adapters and a
-    reference belong to the model that the loop began with, and are refused on the checkpoint's."""
+    """Two updates, saved, and a third in another session: the weights of three in one. Adapters and
+    a reference belong to the model that the loop began with, and are refused on the checkpoint's.
+    """
     tables = tiny(
         **{**SMALL, **LOOPS[kind]},
         learn={"lr": 1e-2},
-        reward={"funcs": ["tests.test_grove:length"]},
+        reward={"funcs": ["tests.test_own_loops:length"]},
     )
 
-    def learn(my_grove: Grove, numbers: range) -> None:
+    def learn(session: Session, numbers: range) -> None:
         for number in numbers:
-            my_grove.learner.learn(my_grove.grow(my_grove.tasks[:3], number))
-            my_grove.publish(my_grove.learner.weights(), number)
+            session.learner.learn(grow(session, session.tasks[:3], number))
+            session.sync_weights(number, session.learner.weights())
 
-    with grove(tables) as my_grove:
-        learn(my_grove, range(1, 3))
-        my_grove.save(tmp_path / "agent", 2)
-        learn(my_grove, range(3, 4))
-        expected = dict(my_grove.learner.weights())
-    with grove(tables) as my_grove:
-        before = {name: weight.clone() for name, weight in my_grove.learner.weights()}
-        my_grove.learner.load(tmp_path / "agent")
-        my_grove.publish(my_grove.learner.weights(), 2)
-        learn(my_grove, range(3, 4))
-        found = dict(my_grove.learner.weights())
+    with opened(tables) as session:
+        learn(session, range(1, 3))
+        session.save(tmp_path / "agent")
+        learn(session, range(3, 4))
+        expected = dict(session.learner.weights())
+    with opened(tables) as session:
+        before = {name: weight.clone() for name, weight in session.learner.weights()}
+        session.learner.load(tmp_path / "agent")
+        session.sync_weights(2, session.learner.weights())
+        learn(session, range(3, 4))
+        found = dict(session.learner.weights())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert any(not torch.equal(found[name], before[name]) for name in before)
     tables["model"] = {**tables["model"], "path": str(tmp_path / "agent")}
-    with grove(tables) as my_grove:
+    with opened(tables) as session:
         if kind in ("full weights", "bfloat16"):
-            my_grove.learner.load(tmp_path / "agent")
-            learn(my_grove, range(3, 4))
-            found = dict(my_grove.learner.weights())
+            session.learner.load(tmp_path / "agent")
+            learn(session, range(3, 4))
+            found = dict(session.learner.weights())
             assert all(torch.equal(found[name], expected[name]) for name in expected)
         else:
             with raises_code("loaded-onto-itself"):
-                my_grove.learner.load(tmp_path / "agent")
+                session.learner.load(tmp_path / "agent")
 
 
 def test_a_falling_learning_rate_needs_an_end(scripted: Any) -> None:
     """Without one it would be that of `train`'s default number of updates."""
     tables = tiny(learn={"schedule": "linear", "lr": 0.4, "num_minibatches": 1})
     tables["run"] = {"num_threads": 1}
-    with grove(tables, engine=scripted()) as my_grove, raises_code("schedule-without-end"):
-        _ = my_grove.learner
+    with opened(tables, engine=scripted()) as session, raises_code("schedule-without-end"):
+        _ = session.learner
     tables["run"] = {"num_threads": 1, "num_updates": 2}
-    with grove(tables, engine=scripted()) as my_grove:
-        optimiser = my_grove.learner.optimiser
+    with opened(tables, engine=scripted()) as session:
+        optimiser = session.learner.optimiser
         rates = []
         for _ in range(3):
             optimiser.step()
@@ -290,11 +309,11 @@ def test_grafts_without_a_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     grown = GRAFTED | {"buffer": {**GRAFTED["buffer"], "grow": {"num_best": 1}}}
-    with grove(tiny(**grown), engine=scripted()) as my_grove:
-        trees = my_grove.grow(my_grove.tasks[:3], 1)
-        first = my_grove.take_metrics(trees)
-        my_grove.remember(trees, 1)
-        second = my_grove.take_metrics(trees)
+    with opened(tiny(**grown), engine=scripted()) as session:
+        trees = grow(session, session.tasks[:3], 1)
+        first = session.pop_metrics(trees)
+        session.remember(trees, 1)
+        second = session.pop_metrics(trees)
     assert first["graft/num_grafts"] > 0 and first["buffer/num_own"] == 0
     assert second["buffer/num_own"] > 0 and second["buffer/num_traces"] > first["buffer/num_traces"]
     assert list(tmp_path.iterdir()) == []
@@ -303,17 +322,17 @@ def test_grafts_without_a_folder(
 @pytest.mark.parametrize("num_best", [0, 1])
 def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_best: int) -> None:
     made = tmp_path / "expert.sqlite"
-    with grove(tiny(**GRAFTED), engine=scripted()) as my_grove:
-        buffer = my_grove._open().buffer.buffer
+    with opened(tiny(**GRAFTED), engine=scripted()) as session:
+        buffer = session.buffer.buffer
         assert buffer is not None and buffer.stats().num_bytes == 0
         buffer.copy_to(made)
     with TraceBuffer(made, "hashing") as buffer:
         before, traces = buffer.checksum(), len(buffer)
     table = {"path": str(made), "encoder": "hashing", "grow": {"num_best": num_best}}
-    with grove(tiny(**GRAFTED | {"buffer": table}), engine=scripted()) as my_grove:
-        trees = my_grove.grow(my_grove.tasks[:3], 1)
-        my_grove.remember(trees, 1)
-        metrics = my_grove.take_metrics(trees)
+    with opened(tiny(**GRAFTED | {"buffer": table}), engine=scripted()) as session:
+        trees = grow(session, session.tasks[:3], 1)
+        session.remember(trees, 1)
+        metrics = session.pop_metrics(trees)
     assert metrics["graft/num_grafts"] > 0
     assert (metrics["buffer/num_own"] > 0) == (num_best > 0)
     assert metrics["buffer/num_traces"] == traces + metrics["buffer/num_own"]
@@ -343,14 +362,47 @@ def test_a_copy_in_memory_finds_the_same(tmp_path: Path) -> None:
 def test_a_loop_s_trees_are_recorded_for_the_viewer(tmp_path: Path) -> None:
     """An update that comes again replaces itself and what followed; a model is published as it
     is."""
-    with grove(tiny(**SMALL)) as trees_of:
-        trees = trees_of.grow(trees_of.tasks[:2], 1)
+    with opened(tiny(**SMALL)) as trees_of:
+        trees = grow(trees_of, trees_of.tasks[:2], 1)
         for number in (1, 2, 3, 2):
             trees_of.record(tmp_path, trees, number, {"reward/mean": float(number)})
-        trees_of.publish(trees_of.learner.model, 1)
+        trees_of.sync_weights(1, trees_of.learner.model)
         assert trees_of.engine.policy_version == 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2]
     names = [file.name for file in RunReader(tmp_path).files()]
     assert names == ["update-000001", "update-000002"]
     assert read_trees(tmp_path) == [*trees, *trees]
+
+
+# ---------------------------------------------------------------------- until 0.9
+
+
+def test_a_grove_is_a_session(tmp_path: Path) -> None:
+    """The names that were in use until 0.8 warn, and do the same."""
+    config = load_config(tiny(**SMALL))
+    with opened(config) as session:
+        trees = grow(session, session.tasks[:2], 1)
+        metrics = session.pop_metrics(trees)
+        trees, _ = session.learner.learn(trees)
+        session.sync_weights(1, session.learner.weights())
+        expected = grow(session, session.tasks[:2], 2)
+    with pytest.warns(FutureWarning, match="treegraft.Session"):
+        my_grove = grove(config)
+    with my_grove:
+        trees = my_grove.grow(my_grove.tasks[:2], 1)
+        assert my_grove.take_metrics(trees) == metrics
+        trees, _ = my_grove.learner.learn(trees)
+        my_grove.publish(my_grove.learner.weights(), 1)
+        assert my_grove.grow(my_grove.tasks[:2], 2) == expected
+        my_grove.save(tmp_path / "agent", 2)
+    assert read_state(tmp_path / "agent").update == 2
+
+    async def awaited() -> list[Tree]:
+        with pytest.warns(FutureWarning, match="treegraft.Session"):
+            my_grove = grove(config)
+        async with my_grove:
+            await my_grove.apublish(my_grove.learner.weights(), 1)
+            return await my_grove.agrow(my_grove.tasks[:2], 2)
+
+    assert [tree.task for tree in asyncio.run(awaited())] == [tree.task for tree in expected]
