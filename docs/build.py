@@ -64,7 +64,7 @@ settings below `x` that have no line of their own."""
 WARNINGS_HEAD = """\
 # Warnings while training
 
-Generated from `src/treegraft/runs/health_rules.toml` by `python docs/build.py --warnings`. The
+Generated from `src/treegraft/runs/health.toml` by `python docs/build.py --warnings`. The
 terminal reports a warning when it begins and when it ends. The lines of its updates in
 `metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
 table `[health]`; the limit `"off"` turns a warning off.
@@ -466,7 +466,7 @@ def described_as(node: Any) -> str:
 
 def warnings_page() -> str:
     """Returns the text of docs/warnings.md: meaning, causes, advice and limit of each warning."""
-    from treegraft.runs.health_rules import RULES
+    from treegraft.runs.health import RULES
     from treegraft.settings.health import HealthSettings
 
     parts = [WARNINGS_HEAD]

@@ -32,8 +32,7 @@ from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.loop import Grower
-from treegraft.rollout.placement import Placement
+from treegraft.rollout.loop import Grower, Placement
 from treegraft.settings.config import Config
 from treegraft.settings.contradictions import (
     branches,

@@ -51,7 +51,7 @@ from treegraft.policy.learn.rows import LeafRow as LeafRow
 from treegraft.policy.learn.rows import leaf_rows as leaf_rows
 from treegraft.runs import metrics as metrics
 from treegraft.runs.display import NoDisplay as NoDisplay
-from treegraft.runs.tracked import Tracked as Tracked
+from treegraft.runs.trackers import Tracked as Tracked
 from treegraft.settings import recipe as recipe
 from treegraft.settings.load import setting_rows as setting_rows
 from treegraft.settings.table import Contradiction as Contradiction

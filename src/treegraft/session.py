@@ -38,19 +38,17 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import Stop
 from treegraft.core.looped import Life
 from treegraft.core.registry import registered
-from treegraft.core.spans import span
+from treegraft.core.spans import Clock, span
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.learn.measuring import measuring
 from treegraft.policy.publish import Publisher
+from treegraft.rollout.loop import Placement, Watch
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
-from treegraft.rollout.placement import Placement
 from treegraft.rollout.rounds import Trees, sample_update
-from treegraft.rollout.watch import Watch
 from treegraft.runs.checkpoint import TrainState, read_state
-from treegraft.runs.clock import Clock
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.open import find_checkpoint
 from treegraft.runs.record import RunFolder

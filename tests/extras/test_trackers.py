@@ -23,8 +23,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.registry import registered
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
-from treegraft.runs.tracked import Tracked
-from treegraft.runs.trackers import Trackers
+from treegraft.runs.trackers import Tracked, Trackers
 from treegraft.settings.recipe import flatten
 from treegraft.train import RunResult, train
 

@@ -42,7 +42,6 @@ from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, Sto
 from treegraft.extras.memory import pipe
 from treegraft.extras.memory.pipe import buckets, parts_of
 from treegraft.extras.memory.senders import Senders
-from treegraft.policy.canary import Canaries
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.vllm import fleet, launch
 from treegraft.policy.engine.vllm.build import (
@@ -68,7 +67,7 @@ from treegraft.policy.engine.vllm.protocol import (
 from treegraft.policy.engine.vllm.server import Process, Server, Unreachable
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.load import with_adapters
-from treegraft.policy.publish import Publisher
+from treegraft.policy.publish import Canaries, Publisher
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.runs.checkpoint import TrainState
 from treegraft.settings.config import Config

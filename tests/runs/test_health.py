@@ -24,8 +24,7 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
 from treegraft.runs.display import PlainDisplay
-from treegraft.runs.health import HealthWarning, Monitor, explained, recorded
-from treegraft.runs.health_rules import RULES
+from treegraft.runs.health import RULES, HealthWarning, Monitor, explained, recorded
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import read_metrics
 from treegraft.settings.explore import EntropySettings, GraftSettings

@@ -7,8 +7,9 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,26 @@ def end_joined() -> None:
         recording, _recording = _recording, None
     if recording is not None:
         recording.end()
+
+
+class Clock:
+    """Seconds of the parts of an update."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Adds the time of the block to a part."""
+        began = time.monotonic()
+        with span(part):
+            yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - began
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns time/PART_s of each part, and time/update_s and time/cpu_s since the start."""
+        return {f"time/{part}_s": seconds for part, seconds in self._parts.items()} | {
+            "time/update_s": time.monotonic() - self._began,
+            "time/cpu_s": time.process_time() - self._cpu_began,
+        }

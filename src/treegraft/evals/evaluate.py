@@ -16,8 +16,8 @@ from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
+from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics, paired_gain
-from treegraft.rollout.watch import Watch
 from treegraft.runs.display import shown
 from treegraft.runs.open import open_with
 from treegraft.runs.tree_files import write_trees

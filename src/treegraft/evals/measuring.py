@@ -13,8 +13,8 @@ from treegraft.core.files import file_checksum
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import independent_trees
 from treegraft.rollout.formats.markup import boxed as boxed
+from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import pass_at_k as pass_at_k
-from treegraft.rollout.watch import Watch
 from treegraft.runs.display import display_on as display_on
 from treegraft.runs.open import open_agent
 from treegraft.runs.record import RunFolder as RunFolder

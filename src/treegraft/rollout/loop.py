@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
@@ -52,7 +56,29 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.probe import Probe
 from treegraft.rollout.restart import Retries, StoredSteps, check_retries, find_stored
 from treegraft.rollout.tree import OpenPath, OpenTree
-from treegraft.rollout.watch import Watch
+from treegraft.settings.config import Config
+
+
+@dataclass(slots=True)
+class Watch:
+    """The waits under way, by owner: {"engine": 40, "tool python": 2}."""
+
+    waits: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def waiting(self, owner: str) -> Iterator[None]:
+        """Counts one wait for the time of the block."""
+        self.waits[owner] += 1
+        try:
+            with span(owner):
+                yield
+        finally:
+            self.waits[owner] -= 1
+
+    def __str__(self) -> str:
+        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
+        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
+        return f"waiting for {', '.join(waits)}" if waits else ""
 
 
 class Grower:
@@ -537,3 +563,25 @@ class _Growth:
                     path = fork.copy()
                     self._allocation.open_branch(path, grant)
                     self._launch(path, grant.cause)
+
+
+class Placement(Protocol):
+    """Engines and growers of a run in other processes, on one machine or on many."""
+
+    def engine(
+        self, config: Config, model_path: Path | str | None
+    ) -> AbstractAsyncContextManager[Engine]:
+        """Holds one engine for all that stand there, and whatever grows trees with it.
+
+        Args:
+            model_path: where they begin with weights and tokenizer; None for model.path.
+
+        Raises:
+            TreegraftError: a part that cannot be made there.
+        """
+
+    def grower(self, *parts: Any, **more: Any) -> Grower:
+        """Returns a grower, made of the same parts as `Grower`, whose trees grow there."""
+
+    def show_in(self, folder: Path) -> None:
+        """Writes what stands there, and how it is, into this run folder from now on."""

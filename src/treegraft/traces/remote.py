@@ -24,8 +24,7 @@ from treegraft.core.types import Filters, StepContent, Task, Trace, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.loop import Grower
-from treegraft.rollout.watch import Watch
+from treegraft.rollout.loop import Grower, Watch
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder

@@ -22,7 +22,6 @@ from treegraft.core.interfaces import Request, Tokenizer, WeightSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.registry import registered
 from treegraft.core.types import NO_FILTERS, Completion, EntropyKind
-from treegraft.policy.canary import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply, TokenRequest
 from treegraft.policy.engine.vllm.fleet import Fleet, Member
 from treegraft.policy.engine.vllm.folder import (
@@ -34,6 +33,7 @@ from treegraft.policy.engine.vllm.folder import (
 from treegraft.policy.engine.vllm.loading import Due
 from treegraft.policy.engine.vllm.protocol import DRAW, unpacked
 from treegraft.policy.engine.vllm.server import Server, Unreachable
+from treegraft.policy.publish import CANARY_SAMPLING, PROMPTS, canary_key
 from treegraft.settings.policy import OWN_DRAWS, EngineSettings
 
 _log = logging.getLogger(__name__)
