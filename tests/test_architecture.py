@@ -43,14 +43,15 @@ ROOMS = {
     ),
     # It reads what a run has written; the buffer's file is read by its own layout.
     "view": ("core", "settings", "runs", "tools.search", "traces.store", "traces.rows"),
-    "launch": (
+    "session": (
         *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
         *("assemble", "traces", "evals"),
     ),
-    "train": (
-        *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "launch"),
-    ),
+    "grove": ("core", "settings", "runs", "rollout", "session"),
+    # It begins a run, and knows nothing of what a session does.
+    "launch": ("core", "settings", "runs", "policy.learn.torchrun", "session"),
+    # The loop: all work is the session's, all records are the run's.
+    "train": ("core", "settings", "runs", "session", "launch"),
     "cli": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
         *("assemble", "traces", "evals", "view", "train"),
@@ -59,7 +60,7 @@ ROOMS = {
     # The public module for extensions; it loads every name from its home.
     "parts": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "view", "launch", "train", "cli"),
+        *("assemble", "traces", "evals", "view", "session", "grove", "launch", "train", "cli"),
     ),
     # Each extension is written against the public face alone.
     "extras": ("parts",),

@@ -328,8 +328,8 @@ class RolloutBuffer:
                 # A run that wrote the checkpoint may have gone on since.
                 return saved.in_memory(update)
         if not self._is_made:
-            with TraceBuffer(named_file(self._config), self._encoder) as buffer:
-                return buffer.in_memory()
+            with TraceBuffer(named_file(self._config), self._encoder) as named:
+                return named.in_memory()
         buffer = TraceBuffer(IN_MEMORY, self._encoder)
         try:
             await self._fill(buffer, parts)

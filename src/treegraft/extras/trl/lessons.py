@@ -66,7 +66,7 @@ def imitated_texts(trees: Sequence[Tree], config: Config, sums: Tensor) -> list[
 
 
 def stored_texts(lessons: Sequence[Tree], config: Config, share: slice) -> list[Text]:
-    """Returns a process's share of an update's stored successes, of `Grove.lessons`; those of
+    """Returns a process's share of an update's stored successes, of `Session.lessons`; those of
     weight 0 count in |Z| alone.
 
     Raises:

@@ -77,7 +77,7 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
     sequence-sum of Dr.GRPO (2503.20783).
 
     Args:
-        trees: with credit, as `credit_trees` and `Grove.grow` return them.
+        trees: with credit, as `credit_trees` and `Session.credit` return them.
         config: for loss.shaping_weight.
 
     Raises:
