@@ -48,14 +48,21 @@ ROOMS = {
         *("assemble", "traces", "evals"),
     ),
     "grove": ("core", "settings", "runs", "rollout", "session"),
+    # A session's shadow in another process, with the learner alone.
+    "follower": ("core", "settings", "runs", "rollout", "policy"),
     # It begins a run, and knows nothing of what a session does.
-    "launch": ("core", "settings", "runs", "policy.learn.torchrun", "session"),
+    "launch": (
+        *("core", "settings", "runs", "rollout", "policy.learn.torchrun", "policy.learn.ranks"),
+        *("session", "follower"),
+    ),
     # The loop: all work is the session's, all records are the run's.
     "train": ("core", "settings", "runs", "session", "launch"),
     "cli": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
         *("assemble", "traces", "evals", "view", "train"),
     ),
+    # Another process of a training.
+    "rank": ("settings", "policy.learn.torchrun", "train"),
     "__main__": ("cli",),
     # The public module for extensions; it loads every name from its home.
     "parts": (

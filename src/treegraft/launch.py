@@ -15,6 +15,7 @@ from treegraft.core.interrupt import others_as_ctrl_c
 from treegraft.core.registry import Entry, registered
 from treegraft.core.team import Team
 from treegraft.policy.learn.torchrun import is_started, joined
+from treegraft.rollout.loop import Placement
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.open import own_config
 from treegraft.runs.run import Run
@@ -95,17 +96,7 @@ def opened(
         place = None
         if kind is not None and not is_over:
             place = ends.enter_context(kind.load()(run.config))
-        within = Surroundings(
-            state=run.state,
-            folder=run.path,
-            display=run.display,
-            stop=run.stop,
-            team=team,
-            placement=place,
-            warms_up_only=command == "sft",
-            accepts_changes=run.accepts_changes,
-        )
-        session = Session(run.config, checkpoint=run.checkpoint, within=within)
+        session = _session_of(run, place, warms_up_only=command == "sft")
         if not is_over:
             ends.enter_context(session)
             show_texts(run.display, session.tokenizer)
@@ -113,6 +104,21 @@ def opened(
             session.settle(run.path)
         yield run, session
         team.finish()
+
+
+def _session_of(run: Run, placement: Placement | None, *, warms_up_only: bool) -> Session:
+    """The session of a run, not open yet."""
+    within = Surroundings(
+        state=run.state,
+        folder=run.path,
+        display=run.display,
+        stop=run.stop,
+        team=run.team,
+        placement=placement,
+        warms_up_only=warms_up_only,
+        accepts_changes=run.accepts_changes,
+    )
+    return Session(run.config, checkpoint=run.checkpoint, within=within)
 
 
 def _followed(config: Config, team: Team, ends: ExitStack) -> tuple[Run, Session]:

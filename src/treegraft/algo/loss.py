@@ -108,6 +108,8 @@ class PassScores:
 def loss_terms(batch: LossBatch, scores: PassScores, settings: LossForm) -> dict[str, Tensor]:
     """Returns the terms of the loss, each without its weight, and what is measured of them.
 
+    Ours: one dictionary for all terms; the papers of each stand at its function.
+
     policy              [C] w l
     kl                  [C] k3, with a reference alone
     entropy             [C] H
@@ -160,7 +162,10 @@ def loss_terms(batch: LossBatch, scores: PassScores, settings: LossForm) -> dict
 
 
 def total_loss(terms: Mapping[str, Tensor], batch: LossBatch, settings: LossForm) -> Tensor:
-    """Returns L, the sum of the terms with their weights."""
+    """Returns L, the sum of the terms with their weights.
+
+    Ours: L runs over contributions of packed trees; for trajectories apart it is the published sum.
+    """
     losses = terms["policy"]
     if "kl" in terms:
         losses = losses + settings.kl_coef * terms["kl"]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from treegraft.core.types import Tree
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Team(Protocol):
@@ -18,9 +15,9 @@ class Team(Protocol):
     rank: int
     size: int
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns each rank's values, 1-D on the CPU, in the order of ranks; of the same type, of
-        any length."""
+    def gather(self, values: Any) -> list[Any]:
+        """Returns each rank's values, tensors [any length] of one type on the CPU, in the order of
+        ranks."""
 
     def share(self, value: Any = None) -> Any:
         """Returns rank 0's value, which JSON can hold, on every rank, however long it takes to
@@ -46,7 +43,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, values: Tensor) -> list[Tensor]:
+    def gather(self, values: Any) -> list[Any]:
         """Returns the values."""
         return [values.cpu()]
 
