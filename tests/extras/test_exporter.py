@@ -171,7 +171,7 @@ def test_a_run_answers_while_it_lasts(tmp_path: Path, monkeypatch: pytest.Monkey
     needs_client()
     seen: list[dict[str, list[tuple[dict[str, str], float]]]] = []
     made: list[Exporter] = []
-    init, keep = Exporter.__init__, Run.keep_update
+    init, keep = Exporter.__init__, Run.close
 
     def noticed(self: Exporter, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
@@ -182,7 +182,7 @@ def test_a_run_answers_while_it_lasts(tmp_path: Path, monkeypatch: pytest.Monkey
         seen.append(samples(httpx.get(made[0].address).text))
 
     monkeypatch.setattr(Exporter, "__init__", noticed)
-    monkeypatch.setattr(Run, "keep_update", asks)
+    monkeypatch.setattr(Run, "close", asks)
     own = tiny(
         run={"dir": str(tmp_path), "name": "a"},
         track={"prometheus": "127.0.0.1:0"},
