@@ -46,7 +46,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "before any checkpoint": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 2, "before"),
     "in the warm-up": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 21, "after"),
     "half of a warm-up checkpoint written": ("treegraft.policy.shards:save_file", 3, "before"),
-    "after the warm-up": ("treegraft.policy.learn.sft:step_skill", 1, "after"),
+    "after the warm-up": ("treegraft.policy.learn.sft:skill_tree", 1, "after"),
     "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
     "half of a line of metrics written": (
         "treegraft.runs.record:RunFolder.append_metrics",

@@ -26,13 +26,13 @@ from treegraft import session
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource
+from treegraft.core.team import Alone
 from treegraft.core.types import BranchCause, Status, StepContent, Task, ToolCall, Tree
 from treegraft.evals.agent import answer_question
 from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
-from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.load import load_model
 from treegraft.policy.publish import limit_for

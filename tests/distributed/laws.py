@@ -223,14 +223,15 @@ def skipped(ranks: Ranks, config: Config) -> dict[str, Any]:
     """An update in which the losses of one rank are not finite, and one more."""
     _, many = learners(ranks, config)
     weights, metrics = [{name: tensor.clone() for name, tensor in many.stream()}], []
-    plain = many._surrogate
+    plain = many._form
 
     def wrong(*columns: Any, **options: Any) -> Any:
-        terms = plain(*columns, **options)
+        terms = plain.surrogate(*columns, **options)
         return replace(terms, losses=terms.losses * float("nan"))
 
     for number in range(2):
-        many._surrogate = wrong if ranks.rank == 1 and number == 0 else plain
+        is_wrong = ranks.rank == 1 and number == 0
+        many._form = replace(plain, surrogate=wrong) if is_wrong else plain
         metrics.append(many.learn(some_trees())[1]["learn/num_skipped_steps"])
         weights.append({name: tensor.clone() for name, tensor in many.stream()})
     return {
