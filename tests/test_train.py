@@ -33,7 +33,7 @@ from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
-from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
+from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, skill_tree
 from treegraft.policy.load import load_model
 from treegraft.policy.publish import limit_for
 from treegraft.policy.tiny import build_word_tokenizer
@@ -863,7 +863,8 @@ def test_skill_counts_steps_without_their_deciding_token(
             return best
 
     def skill(*wrong: int) -> float:
-        return step_skill(Stub(*wrong), form, [(task, steps)])
+        right, total = Stub(*wrong).right_steps([skill_tree(form, task, steps)])
+        return right / total
 
     # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
     # 8 and 12 decide.

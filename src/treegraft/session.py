@@ -492,6 +492,14 @@ class Session:
                 code="session-not-open",
             )
 
+    def _refuse_unready(self) -> None:
+        self._refuse_closed()
+        if not self._is_ready:
+            raise SettingError(
+                "session: nothing was sampled yet; call `sample`, or `begin_updates`, first.",
+                code="session-not-begun",
+            )
+
     # ------------------------------------------------------------------ parts
 
     @property
@@ -515,7 +523,7 @@ class Session:
     @property
     def retriever(self) -> Retriever | None:
         """What finds the steps that are grafted; None if none are."""
-        self._refuse_closed()
+        self._refuse_unready()
         return self.grower.retriever
 
     @property
@@ -886,8 +894,11 @@ class Session:
 
         Args:
             trees: of another learner's update, without times; None for those of `learn`.
+
+        Raises:
+            SettingError: nothing was sampled yet.
         """
-        self._refuse_closed()
+        self._refuse_unready()
         own, config = Trees.of(self._last if trees is None else trees), self.config
         found = {
             **rollout_metrics(own.sampled, own.references),
