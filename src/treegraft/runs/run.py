@@ -379,6 +379,8 @@ class Run:
         self.team.call_off()
         self.save()
         self.team.share(None)
+        # The others end now, and nobody misses them.
+        self.team.finish()
 
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint; of a run that has nothing left to

@@ -155,8 +155,8 @@ class Ranks:
         self._store.set_timeout(timedelta(seconds=START_S))
         self.device = torch.device("cuda" if is_cuda else "cpu")
         self._num_shared = 0
-        self._is_done = False
-        """Whether the work has come to its end."""
+        self.is_done = False
+        """Whether the work has come to its end, so that other ranks may have ended."""
         self._peers = self._meet(config)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
@@ -252,7 +252,7 @@ class Ranks:
 
     def finish(self) -> None:
         """Notes that the work has come to its end, so that `close` ends nobody's work."""
-        self._is_done = True
+        self.is_done = True
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._num_shared += 1
@@ -346,7 +346,7 @@ class Ranks:
         at once if they wait for it, else when their collectives fail."""
         self._is_over.set()
         with contextlib.suppress(RuntimeError):
-            if self.rank == 0 and not self._is_done:
+            if self.rank == 0 and not self.is_done:
                 self._store.set("failed", "1")
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -83,7 +83,8 @@ def joined(config: Config, command: str = "train") -> Iterator[Team]:
             yield ranks
         except KeyboardInterrupt:
             # torchrun ends all ranks once one of them has died, which may be the cause.
-            ranks.check()
+            if not ranks.is_done:
+                ranks.check()
             raise
         except Exception as error:
             ranks.last_words(error)
