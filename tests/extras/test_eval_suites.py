@@ -378,7 +378,7 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
     assert json.loads((tmp_path / "cut" / "report.json").read_text())["is_complete"]
     # Nothing is left to do, so no model is loaded.
     monkeypatch.setattr(
-        "treegraft.evals.measuring.assemble", lambda *_, **__: pytest.fail("loaded a model")
+        "treegraft.evals.measuring.Parts.build", lambda *_, **__: pytest.fail("loaded a model")
     )
     assert evaluated(agent, tmp_path / "cut").report == whole.report
 

@@ -72,7 +72,7 @@ class TrainState:
     """What the sampler of tasks has learned, see `interfaces.TaskSampler`; None for nothing."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
-    folder, see `runs.resume_inputs`."""
+    folder, see `runs.resume`."""
 
     def __post_init__(self) -> None:
         if min(self.update, self.warmup_steps, self.metrics_size, self.num_breaches) < 0:
