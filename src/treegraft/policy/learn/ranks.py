@@ -233,17 +233,19 @@ class Ranks:
 
     def share_trees(self, trees: Sequence[Tree] = ()) -> list[Tree]:
         """Returns rank 0's trees on every rank: on rank 0 themselves. Raises as `share`."""
-        if self.rank:
-            texts, size = self._received()
-            columns = torch.empty(size, dtype=torch.uint8)
-            with self.blaming():
-                dist.broadcast(columns, 0)
-            return unpacked(texts, columns)
         texts, columns = packed(trees)
-        self.share((texts, columns.numel()))
+        head = torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+        # The sizes alone: what goes through the store stays in it.
+        num_head, num_columns = self.share((head.numel(), columns.numel()))
+        sent = torch.cat([head, columns])
+        if self.rank:
+            sent = torch.empty(num_head + num_columns, dtype=torch.uint8)
         with self.blaming():
-            dist.broadcast(columns, 0)
-        return list(trees)
+            dist.broadcast(sent, 0)
+        if not self.rank:
+            return list(trees)
+        found: list[str] = json.loads(sent[:num_head].numpy().tobytes())
+        return unpacked(found, sent[num_head:])
 
     def call_off(self) -> None:
         """Lets the others, who wait for something shared, stop in order to save with rank 0."""
