@@ -31,6 +31,13 @@ class Origin(IntEnum):
     """Anything else that we append: scaffold, injected ends."""
 
 
+def written_by(origins: Column, origin: Origin) -> Column:
+    """Returns [tokens] True where this is the author."""
+    # As a plain number: numpy looks for a protocol of arrays in each member of an enumeration.
+    mask: Column = origins == int(origin)
+    return mask
+
+
 FILLERS = {
     "sampling_logprobs": 0.0,
     "entropies": 0.0,
@@ -40,12 +47,13 @@ FILLERS = {
 }
 """The columns of scores, with the value of a token that was not sampled."""
 _TYPES = {
-    "token_ids": ("int32", "int64"),
-    "origins": ("int8", "int8"),
-    "loss_mask": ("bool", "bool"),
-    **dict.fromkeys(FILLERS, ("float32", "float64")),
+    "token_ids": ("i", "q"),
+    "origins": ("b", "b"),
+    "loss_mask": ("?", "?"),
+    **dict.fromkeys(FILLERS, ("f", "d")),
 }
-"""The narrow and the wide type of each column."""
+"""The narrow and the wide type of each column, by numpy's characters: compared with those of an
+array in a tenth of the time that names take."""
 
 
 def pack_columns(step: Any) -> None:
@@ -69,7 +77,7 @@ def pack_columns(step: Any) -> None:
             )
     # Checked here and not in the learner alone: a user's part that builds steps must fail at the
     # step, not as a policy that slowly learns to imitate its tools.
-    wrong = step.loss_mask & ~step.sampled_mask
+    wrong = step.loss_mask > step.sampled_mask
     if wrong.any():
         position = int(wrong.argmax())
         raise ValueError(
@@ -84,9 +92,9 @@ def packed(values: Any, narrow: str, wide: str) -> Column:
     the wide one. A read-only array of the right type is returned as it is, without a copy."""
     import numpy as np
 
-    found: Column = np.asarray(values, "bool" if wide == "bool" else None)
+    found: Column = np.asarray(values, "?" if wide == "?" else None)
     is_ours = found is values and not found.flags.writeable
-    if is_ours and found.dtype == narrow:
+    if is_ours and found.dtype.char == narrow:
         return found
     if not found.size:
         # To numpy an empty list holds float64.

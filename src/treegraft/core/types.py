@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from treegraft.core.columns import Column, is_same, pack_columns
+from treegraft.core.columns import Column, is_same, pack_columns, written_by
 from treegraft.core.columns import Origin as Origin
 from treegraft.core.shown import ShownStep, ShownTrajectory, ShownTree
 
@@ -482,8 +482,7 @@ class Step(ShownStep):
     @property
     def sampled_mask(self) -> Column:
         """[tokens] True where the policy sampled the token."""
-        mask: Column = self.origins == Origin.POLICY
-        return mask
+        return written_by(self.origins, Origin.POLICY)
 
     @property
     def num_sampled(self) -> int:
@@ -492,7 +491,7 @@ class Step(ShownStep):
 
     def num_by(self, origin: Origin) -> int:
         """Returns the number of tokens that one author wrote."""
-        return int((self.origins == origin).sum())
+        return int(written_by(self.origins, origin).sum())
 
     @property
     def num_loss_tokens(self) -> int:
@@ -509,13 +508,13 @@ class Step(ShownStep):
     def origin(self) -> Origin:
         """Who wrote the step: that of its first token behind a forced opening (a policy step also
         holds its tools' results)."""
-        written = self.origins[self.origins != Origin.FORCED]
+        written = self.origins[~written_by(self.origins, Origin.FORCED)]
         return Origin(written[0]) if written.size else Origin.FORCED
 
     @property
     def written_ids(self) -> tuple[int, ...]:
         """[tokens] those that the policy sampled, with the forced opening before them."""
-        is_written = self.sampled_mask | (self.origins == Origin.FORCED)
+        is_written = self.sampled_mask | written_by(self.origins, Origin.FORCED)
         return tuple(self.token_ids[is_written].tolist())
 
     def advantage_below(self, leaf: Leaf) -> float:

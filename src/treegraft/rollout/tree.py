@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.core.columns import Column
+from treegraft.core.columns import Column, written_by
 from treegraft.core.sessions import Point, Session
 from treegraft.core.types import (
     ROOT_ID,
@@ -32,6 +32,9 @@ from treegraft.core.types import (
     ids_to,
 )
 from treegraft.explore.budget import Budget
+
+_PARTS = (int(Origin.FORCED), int(Origin.POLICY), int(Origin.TOOL))
+"""The origins of a sampled step's tokens, in their order."""
 
 
 @dataclass(eq=False)
@@ -101,7 +104,7 @@ class OpenTree:
             parent=None,
             depth=0,
             token_ids=np.array(self.prompt_ids),
-            origins=np.full(count, Origin.PROMPT),
+            origins=np.full(count, int(Origin.PROMPT)),
             loss_mask=np.full(count, False),
             sampling_logprobs=np.zeros(count),
             entropies=np.zeros(count),
@@ -145,7 +148,7 @@ class OpenTree:
             step_id,
             path,
             (*opening, *completion.token_ids, *observation_ids),
-            np.repeat([Origin.FORCED, Origin.POLICY, Origin.TOOL], counts),
+            np.repeat(_PARTS, counts),
             sampling_logprobs=np.array(forced + completion.sampling_logprobs + unscored),
             entropies=np.array(forced + completion.entropies + unscored),
             entropy_kind=completion.entropy_kind,
@@ -180,7 +183,7 @@ class OpenTree:
             step_id,
             path,
             token_ids,
-            np.full(len(token_ids), Origin.RETRIEVED),
+            np.full(len(token_ids), int(Origin.RETRIEVED)),
             temperature=temperature,
             content=content,
             cause=cause,
@@ -226,7 +229,7 @@ class OpenTree:
             depth=path.num_steps + 1,
             token_ids=np.array(token_ids),
             origins=origins,
-            loss_mask=origins == Origin.POLICY,
+            loss_mask=written_by(origins, Origin.POLICY),
             **({"sampling_logprobs": unscored, "entropies": unscored} | fields),
         )
         path.parent = step_id

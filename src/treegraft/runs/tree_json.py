@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from treegraft.core.columns import FILLERS, Column
+from treegraft.core.columns import FILLERS, Column, written_by
 from treegraft.core.errors import DataError
 from treegraft.core.files import parse_json
 from treegraft.core.steps import observation_from
@@ -185,7 +185,7 @@ def _columns_from_dict(data: dict[str, Any]) -> dict[str, Column | None]:
         if sum(count for _, count in found) != num_tokens:
             raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
     origins = np.array(_expanded(runs["origins"], Origin), np.int8)
-    is_sampled = origins == Origin.POLICY
+    is_sampled = written_by(origins, Origin.POLICY)
     columns: dict[str, Column | None] = {
         "token_ids": np.array(data.pop("token_ids")),
         "origins": origins,
