@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import asyncio
     from concurrent.futures import Future
 
-LOOK_S = 0.05
-"""Time between two looks at whether a stop is asked for."""
+LOOK_S = 0.5
+"""Time between two looks at work in another thread, whose end wakes the wait but for rare cases: a
+signal that comes while the wait begins."""
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
 OTHERS: Sequence[int] = tuple(
@@ -139,10 +140,14 @@ class Stop:
         self._is_shielded = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
+        self._work: Future[Any] | None = None
+        """What `wait` waits for."""
 
     def ask(self) -> None:
         """Asks to stop at the next safe point; from any thread or signal handler."""
         self.is_asked = True
+        if self._work is not None:
+            self._work.cancel()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)
 
@@ -205,19 +210,27 @@ class Stop:
     ) -> Result:
         """Returns the result of work in another thread; arguments and errors as in `interruptible`,
         but that the caller ends the work."""
+        from concurrent.futures import CancelledError
+
         began = said = time.monotonic()
-        while not work.done():
-            # A short sleep, not an event: a signal may come in the middle of setting one.
-            with suppress(TimeoutError):
-                work.exception(LOOK_S)
-            if self.is_asked and not work.done():
-                raise Interrupted
-            now = time.monotonic()
-            if now - said >= HEARTBEAT_S:
-                said = now
-                waits = str(waits_on) or "nothing is waited for"
-                on_heartbeat(f"not finished after {now - began:.0f} s: {waits}")
-        return work.result()
+        self._work = work
+        if self.is_asked:
+            work.cancel()
+        try:
+            while not work.done():
+                with suppress(TimeoutError):
+                    work.exception(LOOK_S)
+                now = time.monotonic()
+                if now - said >= HEARTBEAT_S:
+                    said = now
+                    waits = str(waits_on) or "nothing is waited for"
+                    on_heartbeat(f"not finished after {now - began:.0f} s: {waits}")
+            return work.result()
+        except CancelledError:
+            self.raise_if_asked()
+            raise
+        finally:
+            self._work = None
 
     async def interruptible(
         self,
