@@ -84,13 +84,19 @@ class Life:
 
     # ------------------------------------------------------------------ work
 
+    def start(
+        self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any
+    ) -> Future[Result]:
+        """Starts `work(*given)` on its loop, from any thread."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work(*given), self._loop)
+
     @contextmanager
     def working(
         self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any
     ) -> Iterator[Future[Result]]:
         """Starts `work(*given)` on its loop, from another thread; it has ended at the end of the
         block, cancelled if an error leaves the block."""
-        assert self._loop is not None
         if self.is_here:
             raise SettingError(
                 f"{self._name}: this one lives on the event loop that runs here; await its methods"
@@ -106,7 +112,7 @@ class Life:
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        future = self.start(tracked)
         try:
             yield future
         except BaseException:
@@ -116,7 +122,6 @@ class Life:
 
     async def run(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
         """Returns the result of `work(*given)` on its loop, awaited on any other."""
-        assert self._loop is not None
         if self.is_here:
             return await work(*given)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(*given), self._loop))
+        return await asyncio.wrap_future(self.start(work, *given))

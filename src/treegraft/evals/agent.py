@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -14,6 +15,7 @@ from treegraft.assemble import Parts, eval_limits
 from treegraft.core.errors import DataError
 from treegraft.core.given import GivenObjects, giving
 from treegraft.core.interfaces import Tokenizer
+from treegraft.core.looped import Life
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
 from treegraft.runs.open import open_with
@@ -96,9 +98,8 @@ class Agent:
         self._given = own if given is None else given.joined(own)
         if system_prompt is not None:
             self._config = with_value(self._config, "format.system_prompt", system_prompt)
-        self._opened: Future[Parts] | None = None
+        self._life, self._lock = Life("agent"), threading.Lock()
         self._asked: set[Future[Answer]] = set()
-        self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ asking
 
@@ -113,12 +114,12 @@ class Agent:
             DataError: an empty question, messages that cannot be read, or a prompt too long.
             TreegraftError: the agent cannot be loaded.
         """
-        await asyncio.wrap_future(self._open())
+        await asyncio.to_thread(self._open)
         return await asyncio.wrap_future(self._begin(question, history))
 
     def ask(self, question: str, *, history: Messages = ()) -> Answer:
         """Returns the same, without `await`. Ctrl-C ends the rollout."""
-        self._open().result()
+        self._open()
         asked = self._begin(question, history)
         try:
             return asked.result()
@@ -130,67 +131,48 @@ class Agent:
         """Starts a rollout on the agent's thread."""
         task = task_of(question, history)
         with self._lock:
-            if self._opened is None:
+            if not self._life.is_open:
                 raise DataError(
                     "agent: it was closed while a question waited; ask again.", code="agent-closed"
                 )
-            work = answered(self._opened.result(), task)
-            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            asked = self._life.start(answered, self._parts, task)
             self._asked.add(asked)
         asked.add_done_callback(self._asked.discard)
         return asked
 
     # ------------------------------------------------------------------ opening and closing
 
-    def _open(self) -> Future[Parts]:
+    def _open(self) -> None:
+        """Loads the agent unless it is loaded; others who ask meanwhile wait for the same one."""
         with self._lock:
-            if self._opened is None:
-                self._opened = Future()
-                # A caller that gives up must not end the loading, on which others may wait.
-                self._opened.set_running_or_notify_cancel()
-                self._thread = threading.Thread(
-                    target=self._live, args=(self._opened,), name="treegraft-agent", daemon=True
-                )
-                self._thread.start()
-            return self._opened
+            if not self._life.is_open:
+                with giving(self._given):
+                    self._life.begin(self._held())
 
-    def _live(self, opened: Future[Parts]) -> None:
-        with giving(self._given):
-            asyncio.run(self._hold(opened))
-
-    async def _hold(self, opened: Future[Parts]) -> None:
-        """Holds the parts until `close`."""
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            async with Parts.build(self._config, model_path=self._model_path) as parts:
-                opened.set_result(parts)
-                await self._ended.wait()
-        except BaseException as error:
-            if opened.done():
-                raise
-            with self._lock:
-                self._opened = None if self._opened is opened else self._opened
-            opened.set_exception(error)
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        async with Parts.build(self._config, model_path=self._model_path) as parts:
+            self._parts = parts
+            yield
 
     def close(self) -> None:
         """Ends the questions under way and frees the model; a further question loads it again."""
         with self._lock:
-            opened, self._opened = self._opened, None
             for one in list(self._asked):
                 one.cancel()
-        if opened is not None and opened.exception() is None:
-            self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join()
+            if self._life.is_open:
+                self._life.end()
+                del self._parts
 
     async def __aenter__(self) -> Agent:
-        await asyncio.wrap_future(self._open())
+        await asyncio.to_thread(self._open)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Agent:
-        self._open().result()
+        self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
