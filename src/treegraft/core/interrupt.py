@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 LOOK_S = 0.5
-"""Time between two looks at work in another thread, whose end wakes the wait but for rare cases: a
-signal that comes while the wait begins."""
+"""Time between two looks at work in another thread. A signal that arrives just before a wait begins
+does not end it."""
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
 OTHERS: Sequence[int] = tuple(
@@ -147,6 +147,7 @@ class Stop:
         """Asks to stop at the next safe point; from any thread or signal handler."""
         self.is_asked = True
         if self._work is not None:
+            # Also in the middle of a wait for it: a future's lock is reentrant.
             self._work.cancel()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)

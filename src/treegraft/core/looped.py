@@ -24,6 +24,7 @@ class Life:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
+        self._runner: threading.Thread | None = None
 
     @property
     def is_open(self) -> bool:
@@ -49,31 +50,35 @@ class Life:
 
     def begin(self, held: AbstractAsyncContextManager[None]) -> None:
         """Opens it on a thread of its own."""
-        opened: Future[None] = Future()
-        self._closing: Future[None] = Future()
-        self._ended: Future[None] = Future()
+        if self._runner is not None:
+            # One that was given up while it opened may still be loading: two might not fit.
+            self._runner.join()
+        opened: Future[tuple[asyncio.AbstractEventLoop, int]] = Future()
+        closing, ended = Future[None](), Future[None]()
+        self._closing, self._ended = closing, ended
 
         async def live() -> None:
             async with held:
-                self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-                opened.set_result(None)
-                await asyncio.wrap_future(self._closing)
+                opened.set_result((asyncio.get_running_loop(), threading.get_ident()))
+                await asyncio.wrap_future(closing)
 
         def run() -> None:
             try:
                 asyncio.run(live())
-                self._ended.set_result(None)
+                ended.set_result(None)
             except BaseException as error:  # handed over to the caller, whatever it is
-                (self._ended if opened.done() else opened).set_exception(error)
+                (ended if opened.done() else opened).set_exception(error)
 
         context = contextvars.copy_context()
         name = f"treegraft-{self._name}"
-        threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
+        self._runner = threading.Thread(target=context.run, args=(run,), name=name, daemon=True)
+        self._runner.start()
         try:
-            opened.result()
+            self._loop, self._thread = opened.result()
         except BaseException:
             # After Ctrl-C the thread closes what it is about to open.
-            self._closing.set_result(None)
+            self._loop = None
+            closing.set_result(None)
             raise
 
     def end(self) -> None:

@@ -1,0 +1,41 @@
+"""What lives on an event loop of its own, interrupted while it opens."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from treegraft.core.looped import Life
+
+
+def test_ctrl_c_while_it_opens_leaves_it_closed() -> None:
+    events: list[str] = []
+    may_open, main = threading.Event(), threading.get_ident()
+
+    @asynccontextmanager
+    async def held(name: str) -> AsyncIterator[None]:
+        if name == "first":
+            signal.pthread_kill(main, signal.SIGINT)
+            may_open.wait()
+        events.append(f"{name} opened")
+        yield
+        events.append(f"{name} closed")
+
+    async def seven() -> int:
+        return 7
+
+    life = Life("test")
+    with pytest.raises(KeyboardInterrupt):
+        life.begin(held("first"))
+    assert not life.is_open
+    may_open.set()
+    life.begin(held("second"))
+    # The first has closed before the second opened: two models may not fit into the memory.
+    assert events == ["first opened", "first closed", "second opened"]
+    assert life.is_open and life.start(seven).result() == 7
+    life.end()
+    assert not life.is_open and events[3:] == ["second closed"]
