@@ -50,7 +50,7 @@ class Life:
 
     def begin(self, held: AbstractAsyncContextManager[None]) -> None:
         """Opens it on a thread of its own."""
-        if self._runner is not None:
+        if self._runner is not None and self._runner.is_alive():
             # One that was given up while it opened may still be loading: two might not fit.
             self._runner.join()
         opened: Future[tuple[asyncio.AbstractEventLoop, int]] = Future()
@@ -72,8 +72,8 @@ class Life:
         context = contextvars.copy_context()
         name = f"treegraft-{self._name}"
         self._runner = threading.Thread(target=context.run, args=(run,), name=name, daemon=True)
-        self._runner.start()
         try:
+            self._runner.start()
             self._loop, self._thread = opened.result()
         except BaseException:
             # After Ctrl-C the thread closes what it is about to open.
