@@ -654,17 +654,28 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
 
 
 def test_a_long_wait_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupt, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(SlowSearch, "longest_s", 0.3)
     display = Recorder()
+
+    def is_said() -> bool:
+        waits = [text for text in display.warnings if text.startswith("not finished after")]
+        return any("tool search (" in text for text in waits)
+
+    gives_up = time.monotonic() + 60
+
+    async def waits_until_it_is_said(self: SlowSearch, body: str, task: Task) -> str:
+        while not is_said() and time.monotonic() < gives_up:
+            await asyncio.sleep(0.01)
+        return "nothing"
+
+    monkeypatch.setattr(interrupt, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(SlowSearch, "__call__", waits_until_it_is_said)
     start(
         tmp_path,
         display=display,
         tasks={"kind": "tests.support.tiny_parts:SlowWorld"},
         run={"num_updates": 1},
     )
-    waits = [text for text in display.warnings if text.startswith("not finished after")]
-    assert any("tool search (" in text for text in waits)
+    assert is_said()
 
 
 def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
