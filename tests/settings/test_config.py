@@ -15,6 +15,7 @@ from tests.support.error_codes import raises_code
 from tests.support.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
+from treegraft.core import removed
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.policy.learn.sft import learning_rate
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
@@ -825,3 +826,13 @@ def test_an_engine_for_this_machine(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = load_config({"engine": {"kind": "auto", "vllm": {"python": python}}})
     assert config.engine.kind == kind
+
+
+def test_what_is_gone_since_an_earlier_version_says_what_to_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sentence = "Gone since 0.8: use explore.commit."
+    monkeypatch.setitem(removed.REMOVED, "old_one", sentence)
+    monkeypatch.setitem(removed.REMOVED, "explore.old_one", sentence)
+    assert refused({"explore": {"explorers": ["old_one"]}}).endswith(sentence)
+    assert sentence in refused({"explore": {"old_one": {"num_starts": 3}}})

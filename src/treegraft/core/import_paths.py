@@ -16,6 +16,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError, TreegraftError, about, nearest
 from treegraft.core.given import GIVEN, find_given
+from treegraft.core.removed import instead
 
 
 def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
@@ -27,7 +28,7 @@ def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
         return ""
     return (
         f"{setting}: got '{name:.99}', expected one of {', '.join(known)}, or an import path"
-        f" 'package.module:name'.{nearest(name, known)}"
+        f" 'package.module:name'.{instead(name) or nearest(name, known)}"
     )
 
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from treegraft.core.removed import instead
 from treegraft.settings.config import known_settings, tables_and_settings
 from treegraft.settings.names import find_answer, find_last_part
 
@@ -41,6 +42,8 @@ def suggestion(name: str, value: Any = None) -> str:
     `name`; an empty string where nothing is near."""
     # Hydra's marks for settings that are added, forced or removed.
     name = name.lstrip("+~")
+    if gone := instead(name):
+        return gone
     table, _, last = name.rpartition(".")
     # One letter off in the table's name; the setting's own name may be another framework's too.
     same_last = [leaf for leaf in known_settings() if table and leaf.endswith(f".{last}")]
