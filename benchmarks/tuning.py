@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treegraft.extras.lab.study.plan import make_plan
-from treegraft.extras.lab.study.results import CALLS, SECONDS, known_runs
+from treegraft.extras.lab.study.results import CALLS, SECONDS, key_of, known_runs, removed_runs
 from treegraft.extras.lab.study.statistics import accuracy_at
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "tuning.toml"
@@ -44,10 +44,13 @@ def chosen_of(accuracies: dict[str, float]) -> str:
 def tuned(study: Path = STUDY) -> dict[str, Tuned]:
     """Returns what was chosen for each arm of which all runs are there."""
     plan = make_plan(study)
-    lines = known_runs(study.with_suffix(".jsonl"), plan.runs)[0]
+    results = study.with_suffix(".jsonl")
+    lines = known_runs(results, plan.runs)[0]
+    gone = {key_of(line): line for line in removed_runs(results, plan.removed)}
+    lines |= gone
     planned = defaultdict[str, list[tuple[str, str, int]]](list)
-    for run in plan.runs:
-        planned[run.key[1]].append(run.key)
+    for key in [*(run.key for run in plan.runs), *gone]:
+        planned[key[1]].append(key)
     found = {}
     for arm, keys in planned.items():
         if not all(key in lines for key in keys):

@@ -837,6 +837,21 @@ def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
     assert "RAPO minus this arm" in said and "this arm minus GRPO at the end" in said
 
 
+def test_runs_of_removed_arms_stay_in_the_tables(tmp_path: Path, study: Command) -> None:
+    """With the settings of then, which this version may not know. Nothing makes them again."""
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    path = written(tmp_path, SMALL)
+    add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
+    before, _ = study(path, "--table")
+    kept = [line for line in SMALL.splitlines() if not line.startswith("arms.RAPO")]
+    written(tmp_path, "\n".join(["removed = ['RAPO']", *kept]))
+    after, _ = study(path, "--table")
+    assert "RAPO (removed since)" in after
+    assert after.replace("RAPO (removed since)", "RAPO") == before
+    assert "4 runs in 2 pairs" in study(path, "--check")[0]
+    assert "removed" not in study(path, "--table", "--only", "GRPO")[0]
+
+
 def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Command) -> None:
     """Another study that shares the file may have named others for an equal run."""
     path, shared = written(tmp_path, SMALL), tmp_path / "study.jsonl"

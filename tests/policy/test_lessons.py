@@ -17,6 +17,7 @@ from tests.support.tiny import differing, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.cli.doctor import data_files
+from treegraft.core.registry import CORE_NAMES, registered
 from treegraft.core.types import StepContent, Tree
 from treegraft.policy.learn.lessons import Lesson, LessonBook, shared_out, weight_of
 from treegraft.policy.learn.pack import pack_trees
@@ -236,3 +237,11 @@ def test_lessons_need_no_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     grafts = tiny(explore={"explorers": ["graft"]}, buffer=stored)
     with pytest.raises(pytest.fail.Exception, match="loaded"):
         RolloutBuffer(load_config(grafts), source, tmp_path / "r")
+
+
+@pytest.mark.parametrize("name", [*CORE_NAMES["explorer"], *registered("explorer")])
+def test_own_lessons_go_with_every_explorer(name: str) -> None:
+    """Settings that contradict each other would be refused here."""
+    own = ["buffer.path=self", "loss.lesson_coef=2", "learn.num_lessons=36"]
+    config = load_config("demo", [f'explorers=["{name}"]', *own])
+    assert config.buffer.path == "self" and config.loss.lesson_coef == 2

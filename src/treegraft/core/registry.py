@@ -137,11 +137,11 @@ class Registry:
         self,
         name: str,
         value: Any,
-        role: Literal["objective", "factor", "loss"] = "objective",
+        role: Literal["objective", "factor"] = "objective",
         **brings: Unpack[Brings],
     ) -> None:
-        """Registers a policy-gradient objective by its name in `loss.objective`; or, by the setting
-        of [loss] that is its weight, a factor of advantages or a further loss."""
+        """Registers a policy-gradient objective by its name in `loss.objective`, or a factor of
+        advantages by the setting of [loss] that is its weight."""
         self._add(role, name, value, brings)
 
     def reward(self, name: str, function: Any, **brings: Unpack[Brings]) -> None:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-REMOVED: dict[str, str] = {}
+_FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
+_PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
+_EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
+
+REMOVED: dict[str, str] = {
+    "answer_leaf": _FORCED,
+    "continuation": _FORCED,
+    "counterfactual": _FORCED,
+    "credit.evidence": _EVIDENCE,
+    "evidence": _EVIDENCE,
+    "explore.answer_leaf": _FORCED,
+    "explore.continuation": _FORCED,
+    "explore.counterfactual": _FORCED,
+    "explore.first_tokens": _FORCED,
+    "first_tokens": _FORCED,
+    "loss.pair_beta": _PAIRS,
+    "loss.pair_coef": _PAIRS,
+}
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting or of a table of settings ("explore.answer_leaf"): a sentence that says since when it is
 gone and what takes its place."""

@@ -23,6 +23,7 @@ from treegraft.extras.lab.study.results import (
     failed_runs,
     known_runs,
     read_results,
+    removed_runs,
 )
 from treegraft.extras.lab.study.runner import RESULTS, run_study
 from treegraft.extras.lab.text import counted, quoted
@@ -166,11 +167,13 @@ def _refuse_second_mode(
 
 def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Line]:
     """The runs that are there, in the order of the study, with the settings in which the runs of
-    this study differ: another one that shares the file has named others."""
+    this study differ: another one that shares the file has named others. Those of removed arms come
+    last, with their own."""
     found = {**failed, **known_runs(results, plan.runs)[0]}
-    return [
+    lines = [
         {**found[run.key], "settings": dict(run.shown)} for run in plan.runs if run.key in found
     ]
+    return lines + removed_runs(results, plan.removed)
 
 
 def _draw(name: str, lines: Sequence[Line], place: Path, baseline: str | None) -> None:

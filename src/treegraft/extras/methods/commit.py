@@ -6,16 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
-from treegraft import Step, Trajectory, Tree
+from treegraft import Origin, Step, Trajectory, Tree
 from treegraft.extras.methods.axpo import names_tools
-from treegraft.extras.methods.leaves import (
-    is_own,
-    marks_answers,
-    openings,
-    quarter_of_the_leaves,
-)
 from treegraft.parts import (
     ExplorerKind,
     Independent,
@@ -25,15 +19,24 @@ from treegraft.parts import (
     Settings,
     Start,
     setting,
+    value_of,
 )
 
 RULE = "commit"
 
 
+def _quarter_of_the_leaves(config: Any) -> int:
+    return max(1, int(value_of(config, "explore.num_leaves")) // 4)
+
+
+def _marks_answers(config: Any) -> bool:
+    return bool(value_of(config, "format.kind") != "chat")
+
+
 class CommitSettings(Settings):
     """Calls in place of answers where every rollout failed, round after round."""
 
-    num_starts: int = setting(4, ge=1, default_of=quarter_of_the_leaves)
+    num_starts: int = setting(4, ge=1, default_of=_quarter_of_the_leaves)
     """First-level rollouts, at most explore.num_leaves, of which a quarter is the default."""
     num_more: int = setting(0, ge=0)
     """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
@@ -48,7 +51,7 @@ class CommitSettings(Settings):
     tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
     """The tool whose call is opened in place of an answer; empty for each one that the tree's
     rollouts called, in turn, and for the first where they called one or none."""
-    answers: bool = setting(True, default_of=marks_answers)
+    answers: bool = setting(True, default_of=_marks_answers)
     """Whether answers are begun in place of calls, too, where no rollout has answered; the format
     "chat" has no mark that begins one."""
     min_reward: float = 1.0
@@ -112,7 +115,7 @@ class CommitBranching(Independent):
             step
             for step in longest.steps[2:]
             if step.content.observations
-            and is_own(step)
+            and _is_own(step)
             and step.parent not in answered
             and step.id not in tried
         ]
@@ -128,7 +131,7 @@ class CommitBranching(Independent):
         """Calls in place of the answer that came after the most calls."""
         own = self._settings
         ends = [(path.num_tool_calls, path.steps[-1]) for path in members if _has_answered(path)]
-        places = [(calls, step) for calls, step in ends if is_own(step) and step.id not in tried]
+        places = [(calls, step) for calls, step in ends if _is_own(step) and step.id not in tried]
         if not places:
             return Start(0)
         # Equal ones by their place in the tree.
@@ -149,16 +152,48 @@ class CommitBranching(Independent):
         """The tools whose calls are begun in turn; None for the first one."""
         if self._settings.tool:
             return [self._settings.tool]
-        steps = {step.id: step for path in members for step in path.steps if is_own(step)}
+        steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
         called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
         return [*called] if len(called) > 1 else [None]
 
     def _openings(
         self, step: Step, members: Sequence[Trajectory], kind: Literal["call", "answer"]
     ) -> Iterator[tuple[int, ...]]:
+        """Different beginnings of the tree's own steps of a kind, up to the first token that is not
+        the one of `step`, those after the most results first; none if its thought is kept."""
         if self._settings.form == "kept":
-            return iter(())
-        return openings(step, members, kind, self._settings.tool)
+            return
+        steps = {one.id: one for path in members for one in path.steps[1:] if _is_own(one)}
+        seen = set[tuple[int, ...]]()
+        for one in sorted(steps.values(), key=lambda one: (-one.depth, one.ordinals)):
+            if not self._is_of(one, kind):
+                continue
+            num = _first_difference(step.written_ids, one.written_ids)
+            opening = one.written_ids[: num + 1]
+            if num < len(one.written_ids) and opening not in seen:
+                seen.add(opening)
+                yield opening
+
+    def _is_of(self, step: Step, kind: Literal["call", "answer"]) -> bool:
+        """Whether a step answered, or called the tool whose calls are begun."""
+        if kind == "answer":
+            return step.content.answer is not None
+        calls, tool = step.content.calls, self._settings.tool
+        return bool(calls) and (not tool or calls[0].name == tool)
+
+
+def _is_own(step: Step) -> bool:
+    """Whether the policy wrote the step, in its format."""
+    return step.origin is Origin.POLICY and not step.violation
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """The first place at which two steps differ, the shorter one's length if the other begins with
+    it."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
 
 
 def _has_answered(path: Trajectory) -> bool:

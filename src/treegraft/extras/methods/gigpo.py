@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treegraft.parts import OutcomeKind, Registry, Settings, setting, when
 
-_BY_STATE = when("credit.attribution", "states", "evidence")
+_BY_STATE = when("credit.attribution", "states")
 
 
 class _CreditFields(Settings):

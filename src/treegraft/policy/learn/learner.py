@@ -16,7 +16,6 @@ from treegraft.algo.losses import Denominators, contribution_weights
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.registry import weighed
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
@@ -102,7 +101,6 @@ class Learner:
         self.model = model
         self.settings = learn
         self._loss, self._form = loss, find_form(loss)
-        self._further = [one for one, _ in weighed("loss", loss)]
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
@@ -224,7 +222,7 @@ class Learner:
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(step.num_loss_tokens for tree in trees for step in tree.steps)
         total = 0.0
-        for batch in self.demonstrations(trees):
+        for batch in self._demonstrations(trees):
             logprobs, _ = self.scores(batch)
             chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
             loss = -chosen.sum() / max(1, count)
@@ -239,13 +237,13 @@ class Learner:
         """Returns (steps of demonstrations in which every token with loss is the most likely one,
         steps)."""
         counts = [
-            count_right_steps(batch, self.argmax(batch)) for batch in self.demonstrations(trees)
+            count_right_steps(batch, self.argmax(batch)) for batch in self._demonstrations(trees)
         ]
         right = combined(self._team, sum(hits for hits, _ in counts), sum)
         return right, combined(self._team, sum(total for _, total in counts), sum)
 
-    def demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
-        """Returns the passes of this process over trees that are no rollouts, each whole."""
+    def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+        """The passes of this process over trees that are no rollouts, each whole."""
         packs = imitation_packs(trees, self.settings.max_pack_tokens)
         whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
         sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
@@ -290,10 +288,8 @@ class Learner:
         sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            sums.loss += teach(taught[part], self._loss, self.demonstrations, self.scores, sums)
-            mine = [trees[n] for n in part]
-            sums.loss += sum(one(mine, self._loss, self, sums) for one in self._further)
-            denominators = self._denominators(mine)
+            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
+            denominators = self._denominators(trees[n] for n in part)
             packs[part] = self._optimiser_step(packs[part], denominators, sums)
         # The schedule counts those that had no tree too, as its plan does.
         self.optimiser.num_steps += self.settings.num_epochs * len(minibatches) - len(passes)

@@ -129,6 +129,9 @@ class StudyFile(_Table):
     """The same in CPU seconds."""
     only: list[str] = []
     """Worlds and arms that are run; of the kind that none is named of, all."""
+    removed: list[str] = []
+    """Former arms, whose method this version lacks: tables show their runs that the file of results
+    has, and none is made."""
     results: str | None = None
     """File of results, from the study's folder, with a name that ends in .jsonl; None takes the
     study's own name. Where studies share one, a run that several of them need is made once."""

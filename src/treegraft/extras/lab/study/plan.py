@@ -143,6 +143,8 @@ class Plan:
     study: StudyFile
     runs: Sequence[RunPlan]
     """Pair after pair, so that a budget that ends early leaves complete pairs."""
+    removed: Collection[tuple[str, str, int]]
+    """World, arm and pair of the runs of `StudyFile.removed`."""
 
 
 def make_plan(
@@ -168,10 +170,11 @@ def make_plan(
         )
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
+    num_pairs = study.pairs if pairs is None else pairs
     worlds, arms = (_chosen(kind, only, study.only) for kind in (study.worlds, study.arms))
     runs = [
         planner.run(world, arm, pair)
-        for pair in range(study.pairs if pairs is None else pairs)
+        for pair in range(num_pairs)
         for world in worlds
         for arm in arms
         if world in (study.arm(arm).worlds or study.worlds)
@@ -182,7 +185,9 @@ def make_plan(
             " that do not go together.",
             code="no-run-left",
         )
-    return Plan(path=path, study=study, runs=runs)
+    removed = () if any(name in study.arms for name in only) else study.removed
+    gone = {(world, arm, pair) for world in worlds for arm in removed for pair in range(num_pairs)}
+    return Plan(path=path, study=study, runs=runs, removed=gone)
 
 
 def _chosen(every: Iterable[str], *choices: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,17 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
     # Lines of other arms belong to studies that share the file.
     keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}
     return found, sum(key_of(line) in keys and full not in wanted for full, line in by_key.items())
+
+
+def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
+    """Returns the finished runs of arms that a study has no more, with a mark at their names; the
+    last line of each key, since nothing tells which settings the study gave them."""
+    found = {key_of(line): line for line in read_results(path) if "error" not in line}
+    return [
+        {**line, "method": f"{line['method']} (removed since)"}
+        for key, line in found.items()
+        if key in keys
+    ]
 
 
 def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
