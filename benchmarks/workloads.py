@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
-from treegraft.extras.lab.sizing import SAMPLED_FRAC
+
+SAMPLED_FRAC = 0.6
+"""Assumed share of sampled tokens on a path behind its prompt."""
 
 
 @dataclass(frozen=True, slots=True)

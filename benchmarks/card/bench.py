@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from treegraft.extras.lab.roofline import Card, known_card
-from treegraft.extras.lab.shape import num_shape_weights
+from benchmarks.flops import Card, known_card
 from treegraft.policy.shapes import ModelShape, published_shape
 from treegraft.policy.tiny import build_byte_tokenizer, build_random_model
 
@@ -168,8 +167,10 @@ class Bench:
 
     def shape(self, name: str, **changes: Any) -> ModelShape:
         """Returns the same for the formulas."""
-        fields = self.fields(name, **changes)
-        return ModelShape.of_config(fields, num_shape_weights(fields))
+        with torch.device("meta"):
+            return ModelShape.of_model(
+                build_random_model(self.fields(name, **changes), torch.float32, 0)
+            )
 
     def model(self, name: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
         """Returns a model of random weights on the device, without an end token, so that every

@@ -14,8 +14,8 @@ import torch
 from benchmarks.arms import PACKED, ROWS, Arm, distance, gradients
 from benchmarks.arms import arms as arms_of
 from benchmarks.card.bench import Bench, Work, check
+from benchmarks.flops import forward_flops
 from benchmarks.workloads import Counts, Workload, workloads
-from treegraft.extras.lab.roofline import forward_flops
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.load import with_adapters
 from treegraft.policy.shapes import ModelShape

@@ -14,7 +14,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.files import write_atomically
-from treegraft.extras.lab.machine import load_average, number
+from treegraft.extras.lab.machine import load_average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,3 +269,8 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
             str(row.num_runs),
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def number(value: float) -> str:
+    """Returns a number with three or four significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -4,7 +4,6 @@ from treegraft.algo import losses as losses
 from treegraft.algo import objectives as objectives
 from treegraft.assemble import assemble_engine as assemble_engine
 from treegraft.cli import commands as commands
-from treegraft.cli.doctor import Machine as Machine
 from treegraft.core import addresses as addresses
 from treegraft.core import chat_client as chat_client
 from treegraft.core import errors as errors
@@ -44,7 +43,6 @@ from treegraft.explore.entropy import EntropyBranching as EntropyBranching
 from treegraft.explore.independent import Independent as Independent
 from treegraft.grove import Grove as Grove
 from treegraft.grove import grove as grove
-from treegraft.policy import shapes as shapes
 from treegraft.policy.engine import served as served
 from treegraft.policy.learn.learner import Learner as Learner
 from treegraft.policy.learn.rows import LeafRow as LeafRow

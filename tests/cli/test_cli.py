@@ -495,7 +495,7 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
         ("train demo max_grad", ["max_grad_norm="]),
         ("train --resume runs/f", ["runs/first"]),
         ("train mi", ["mine.toml", "mixed/"]),
-        ("prof", ["profile"]),
+        ("stu", ["study"]),
     ],
 )
 def test_the_shell_completes(

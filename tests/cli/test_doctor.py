@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.error_codes import raises_code
+from typer.testing import CliRunner
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import Machine, _num_words, data_files, import_paths, num_cpus
+from treegraft.cli.doctor import data_files, examine, import_paths, num_cpus
+from treegraft.cli.memory import Place, memory_of, needed
+from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
-from treegraft.extras.lab import sizing
-from treegraft.extras.lab.memory import memory_estimate
-from treegraft.extras.lab.shape import model_shape
+from treegraft.policy.load import load_model, load_shape
 from treegraft.policy.shapes import ModelShape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import ModelSettings
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 
@@ -101,86 +103,159 @@ def test_doctor_looks_where_a_run_would_find_it(
     assert [one.value for one in import_paths(config)] == ["found", "found"]
 
 
-def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
-    # One layer, width 8, 2 heads of 4, 1 key-value head, feed-forward 16, no relations beyond the
-    # defaults.
-    config = Config.model_validate(
-        {
-            "model": {
-                "tiny": {
-                    "hidden_size": 8,
-                    "num_layers": 1,
-                    "num_heads": 2,
-                    "num_kv_heads": 1,
-                    "intermediate_size": 16,
-                }
-            },
-            "engine": {"max_rows": 4},
-            "learn": {"max_pack_tokens": 64, "vocab_chunk": 1},
-        }
-    )
-    shape = shaped(config)
-    assert shape is not None
-    # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
-    layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
-    assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
-    parts = memory_estimate(config, shape)
-    copies = (parts["engine's copy"], parts["engine's packed weights"])
-    assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
-    assert parts["AdamW"] == 8 * shape.num_weights
-    # 4 rows of 256 tokens, one layer, key and value of 4 numbers of 4 bytes.
-    assert parts["keys and values"] == 4 * 256 * 2 * 4 * 4
-    assert parts["logits of one chunk, their gradients"] == 2 * shape.vocab_size * 4
-    assert not {"float32 master weights", "reference"} & parts.keys()
-    half = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
-    )
-    parts = memory_estimate(half, shape)
-    assert (
-        parts["weights"]
-        == parts["engine's copy"]
-        == parts["engine's packed weights"]
-        == 2 * shape.num_weights
-    )
-    assert parts["float32 master weights"] == 4 * shape.num_weights
-    # They move to the float32 masters as they are made.
-    assert parts["gradients"] == 4 * shape.num_weights
+SHAPE = ModelShape(
+    num_weights=1000, num_layers=2, num_kv_heads=1, head_dim=2, hidden_size=4, vocab_size=50
+)
+"""A token's keys and values are 2 layers * 2 * 2 numbers."""
 
 
-def test_the_words_of_a_data_set_count_as_weights_of_a_tiny_model(tmp_path: Path) -> None:
+def test_memory_of_one_process_by_hand() -> None:
+    config = load_config({"model": {"path": "a/b"}, "engine": {"max_rows": 32}})
+    parts = needed(config, SHAPE, on_cpu(24))
+    assert parts["weights"] == parts["engine's weights"] == parts["engine's packed weights"] == 4000
+    assert parts["gradients"] == 4000 and parts["AdamW"] == 8000
+    # 32 rows; 256 tokens of a prompt are assumed.
+    tokens = 256 + config.rollout.max_completion_tokens
+    assert parts["keys and values"] == 32 * tokens * 8 * 4
+    assert not {"masters", "reference", "reserved"} & parts.keys()
+    half = needed(load_config(config, ["model.dtype=bfloat16"]), SHAPE, on_cpu(24))
+    assert half["weights"] == half["engine's weights"] == half["engine's packed weights"] == 2000
+    # Gradients move to the float32 masters as they are made.
+    assert half["masters"] == half["gradients"] == 4000
+    plain = needed(load_config(config, ["engine.native.pack_weights=false"]), SHAPE, on_cpu(24))
+    assert "engine's packed weights" not in plain
+
+
+SEVEN: dict[str, Any] = {
+    "model": {"path": "shape:qwen2.5-7b", "dtype": "bfloat16", "gradient_checkpointing": True},
+    "run": {"tasks_per_update": 128},
+    "explore": {"explorers": ["entropy"], "num_leaves": 16},
+    "rollout": {"max_completion_tokens": 3840},
+    "learn": {"num_minibatches": 8, "max_pack_tokens": 32768},
+}
+"""ARPO with 128 prompts an update, paths of 4k: seven.toml of docs/gpu.md."""
+BESIDE = ["engine.kind=vllm", "engine.vllm.num_servers=8"]
+"""A server beside each rank."""
+SHARE = 'engine.vllm.server_args=["--gpu-memory-utilization", "0.54"]'
+
+
+def estimate(config: Config, num_gpus: int, card: str = "H100") -> dict[str, Finding]:
+    place = Place.planned(config, num_gpus, card)
+    return {one.name: one for one in memory_of(config, shaped(config), place)}
+
+
+def test_eight_cards_at_7b_are_those_of_the_page() -> None:
+    """docs/gpu.md: shards of 15.2 GB, gathered layers of .9, activations of 18.6, and a server."""
+    config = load_config(SEVEN, [*BESIDE, SHARE])
+    parts = needed(config, shaped(config), Place.planned(config, 8, "H100:80"))
+    shards = parts["masters"] + parts["gradients"] + parts["AdamW"]
+    assert shards == pytest.approx(15.2e9, rel=0.01)
+    assert parts["gathered layers"] == pytest.approx(0.93e9, rel=0.01)
+    assert parts["activations"] == pytest.approx(18.6e9, rel=0.01)
+    assert parts["servers"] == pytest.approx(0.54 * 80e9)
+    found = estimate(config, 8)
+    assert found["sum"].is_good and "each H100 has 80.0 GB" in found["sum"].note
+    assert "leaves each server 0.54 of it" in found["sum"].note
+    assert "nothing of it was measured" in found["estimate"].note
+    # vLLM takes 92 % unless it is told.
+    greedy = estimate(load_config(SEVEN, BESIDE), 8)["sum"]
+    assert not greedy.is_good and "leaves each server 0.54 of it" in greedy.note
+
+
+def test_a_server_that_sleeps_and_a_pass_share_their_room() -> None:
+    """Activations of 18.6 and gathered layers of .9 GB are there while the server is not."""
+    config = load_config(
+        SEVEN, [*BESIDE, 'engine.vllm.server_args=["--gpu-memory-utilization=0.78"]']
+    )
+    assert not estimate(config, 8)["sum"].is_good
+    found = estimate(load_config(config, ["engine.vllm.sleep=true"]), 8)
+    assert found["sum"].is_good and found["never there at once"].value == "-19.5 GB"
+
+
+def test_servers_count_on_the_gpus_of_ranks_alone() -> None:
+    apart = [*BESIDE, "learn.ranks=2", 'engine.vllm.gpus=["2","3"]']
+    assert "servers" not in estimate(load_config(SEVEN, apart), 4)
+    elsewhere = [BESIDE[0], 'engine.vllm.servers=["http://a:1"]']
+    assert "servers" not in estimate(load_config(SEVEN, elsewhere), 4)
+    # Eight servers on four GPUs; with cache_gb each takes the weights, the cache and a reserve.
+    cached = load_config(SEVEN, [*BESIDE, "engine.vllm.cache_gb=3"])
+    weights = 2 * shaped(cached).num_weights
+    taken = needed(cached, shaped(cached), Place.planned(cached, 4, "H200"))["servers"]
+    assert taken == 2 * (weights + 3e9 + ModelShape.RESERVED)
+    # All GPUs but those of servers hold ranks.
+    named = load_config(SEVEN, [BESIDE[0], 'engine.vllm.gpus=["6,7"]'])
+    assert Place.planned(named, 8, "H100").num_ranks == 6
+
+
+def test_what_does_not_fit_names_settings_that_do() -> None:
+    config = load_config(SEVEN)
+    total = estimate(config, 1)["sum"]
+    assert not total.is_good and "It would fit" in total.note
+    changes = [one for one in total.note.split() if "=" in one]
+    assert "model.lora.rank=16" in changes
+    assert estimate(load_config(config, changes), 1)["sum"].is_good
+    assert estimate(config, 8)["sum"].is_good
+
+
+def test_the_page_says_how_many_paths_of_a_3b_model_fit() -> None:
+    """The sentence of docs/gpu.md on 3B and 4k tokens."""
+
+    def note(card: str, *overrides: str) -> str:
+        config = load_config(SEVEN, ["model.path=shape:qwen2.5-3b", *overrides])
+        return estimate(config, 1, card)["sum"].note
+
+    assert "room for 29 paths of 4,096 tokens" in note("H100:80")
+    assert "room for 141 paths" in note("L40S", "model.lora.rank=16")
+    assert "room for" not in note("L40S")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "29 paths at a time" in page and "an L40S of 48 GB has room for 141 paths" in page
+
+
+def test_the_command_estimates_cards_that_are_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('[model]\npath = "shape:qwen2.5-32b"\ndtype = "bfloat16"\n')
+    assert run(monkeypatch, path, "--gpus", "1", "--gpu", "h200", "--json") == 2
+    found = json.loads(capsys.readouterr().out)
+    assert "each H200 has 141.0 GB" in found["memory"]["sum"]["note"]
+    assert found["verdict"]["value"].startswith("does not fit; ")
+    assert found["what runs where"]["learner"]["value"] == "H200, bfloat16"
+    for unknown in ("V100", "V100:32", "H100:", "H100:0", "H100:80GB", "H100:-1"):
+        with raises_code("unknown-card"):
+            examine(load_config(path), num_gpus=1, gpu=unknown)
+    assert Place.planned(Config(), 1, "a100:40").limit == 40e9
+    for words, part in ((["--gpu", "H200"], "without --gpus"), (["--gpu-memory", "80"], "H100:80")):
+        done = CliRunner().invoke(cli.app, ["doctor", str(path), *words])
+        assert isinstance(done.exception, SettingError) and part in str(done.exception)
+
+
+def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_room", lambda: memory.Room(70, 80, "the GPU"))
+    monkeypatch.setattr(memory, "gpus", lambda: ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2)
+    place = Place.here(load_config(SEVEN))
+    assert (place.num_gpus, place.num_ranks, place.limit) == (2, 1, 70)
+    assert Place.here(load_config(SEVEN, ["learn.ranks=2"])).num_ranks == 2
+
+
+def test_the_words_of_the_tasks_count_as_weights_of_a_tiny_model() -> None:
     """A word more is a row of the embeddings and one of the head."""
-    sizes = []
-    for count in (300, 500):
-        words = " ".join(f"w{n}" for n in range(count))
-        path = tmp_path / f"{count}.jsonl"
-        path.write_text("".join(json.dumps({"question": words, "answer": a}) + "\n" for a in "ab"))
-        tables = {"kind": "dataset", "num_eval": 1, "dataset": {"train": [str(path)]}}
-        shape = shaped(Config.model_validate({"tasks": tables}))
-        assert shape is not None
-        sizes.append(shape.num_weights)
-    width = Config().model.tiny.hidden_size
-    assert sizes[1] - sizes[0] == 200 * 2 * width
+    small, large = (load_shape(ModelSettings(), [f"w{n}" for n in range(num)]) for num in (3, 5))
+    assert small is not None and large is not None
+    assert large.num_weights - small.num_weights == 2 * 2 * Config().model.tiny.hidden_size
 
 
-def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
-    header = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {"num_attention_heads": 2, "num_hidden_layers": 5, "hidden_size": 6, "vocab_size": 9}
-        )
-    )
-    shape = shaped(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == ModelShape(
-        num_weights=12,
-        num_layers=5,
-        num_kv_heads=2,
-        head_dim=3,
-        hidden_size=6,
-        vocab_size=9,
-        num_heads=2,
-    )
+def test_the_shape_of_a_folder_is_read_from_its_configuration(tmp_path: Path) -> None:
+    model, _ = load_model(ModelSettings(path="shape:bytes"))
+    model.config.save_pretrained(tmp_path)
+    settings = ModelSettings(path=str(tmp_path))
+    with raises_code("weights-missing"):
+        load_shape(settings)
+    (tmp_path / "model.safetensors").touch()
+    assert load_shape(settings) == ModelShape.of_model(model)
+    (tmp_path / "config.json").write_text('{"model_type": "none such"}')
+    with raises_code("model-config-invalid"):
+        load_shape(settings)
 
 
 def test_unusable_models_are_named(tmp_path: Path) -> None:
@@ -191,7 +266,7 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
     )
     for path, code in unusable:
         with raises_code(code):
-            shaped(Config.model_validate({"model": {"path": path}}))
+            load_shape(ModelSettings(path=path))
 
 
 def test_sizes_for_people() -> None:
@@ -201,55 +276,37 @@ def test_sizes_for_people() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_fits_in_24_gigabytes(path: Path) -> None:
     config = load_config(path)
-    *parts, total = on_machine(config, shaped(config), room(24))
+    *parts, total = memory_of(config, shaped(config), on_cpu(24))
     assert parts and total.is_good and total.value.endswith(("MB", "GB"))
 
 
-def on_machine(config: Config, shape: ModelShape | None, free: memory.Room) -> list[Finding]:
-    return sizing.memory_of(config, Machine(num_words=0, num_starts=1, room=free), shape)
+@functools.cache  # reading a GGUF file takes seconds
+def shape_of(path: str) -> ModelShape:
+    found = load_shape(ModelSettings(path=path), ["a"])
+    assert found is not None
+    return found
 
 
-def shaped(config: Config) -> ModelShape | None:
-    return model_shape(config, _num_words(config))
+def shaped(config: Config) -> ModelShape:
+    return shape_of(config.model.path)
 
 
-def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
-    return memory.Room(int(free_gb * 2**30), int(whole_gb * 2**30), "this machine")
+def on_cpu(free_gb: float) -> Place:
+    room = memory.Room(int(free_gb * 2**30), 24 * 2**30, "this machine")
+    return Place(room=room, num_gpus=0, num_ranks=1)
 
 
 def test_too_little_memory_is_said_with_the_settings_that_help() -> None:
     # What is free counts, not what there is.
-    *_, total = on_machine(Config(), shaped(Config()), room(0.25))
+    *_, total = memory_of(Config(), shaped(Config()), on_cpu(0.25))
     assert not total.is_good and "268 MB of 25.8 GB" in total.note
     assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
     # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
-    shape = ModelShape(
-        num_weights=1_540_000_000,
-        num_layers=28,
-        num_kv_heads=2,
-        head_dim=128,
-        hidden_size=1536,
-        vocab_size=151_936,
-    )
-    *_, total = on_machine(load_config({"model": {"path": "a/b"}}), shape, room(22))
-    advice = total.note.partition("It would fit")[2]
-    overrides = [one for one in advice.split() if "=" in one]
-    assert "model.lora.rank=16" in overrides
-    fixed = load_config({"model": {"path": "a/b"}}, overrides)
-    assert on_machine(fixed, shape, room(22))[-1].is_good
-
-
-def test_a_huge_model_is_told_that_no_setting_helps() -> None:
-    shape = ModelShape(
-        num_weights=70_000_000_000,
-        num_layers=80,
-        num_kv_heads=8,
-        head_dim=128,
-        hidden_size=8192,
-        vocab_size=128_256,
-    )
-    *_, total = on_machine(load_config({"model": {"path": "a/b"}}), shape, room(22))
-    assert not total.is_good and "take a smaller model" in total.note
+    config = load_config({"model": {"path": "shape:qwen2.5-1.5b"}})
+    *_, total = memory_of(config, shaped(config), on_cpu(22))
+    changes = [one for one in total.note.partition("It would fit")[2].split() if "=" in one]
+    assert "model.lora.rank=16" in changes
+    assert memory_of(load_config(config, changes), shaped(config), on_cpu(22))[-1].is_good
 
 
 def test_the_gpu_s_own_memory_counts_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,23 +336,3 @@ def test_threads_are_those_that_torch_will_use(monkeypatch: pytest.MonkeyPatch) 
     assert doctor.num_threads(load_config({"run": {"num_threads": 3}})) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert doctor.num_threads() == num_cpus()
-
-
-def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Path) -> None:
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    writer.add_block_count(3)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_embedding_length(8)
-    writer.add_tensor("token_embd.weight", np.zeros((5, 8), np.float32))
-    writer.add_tensor("output_norm.weight", np.zeros(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    shape = shaped(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == ModelShape(
-        num_weights=48, num_layers=3, num_kv_heads=2, head_dim=2, hidden_size=8, vocab_size=5
-    )

@@ -121,11 +121,6 @@ def lengths(folders, as_json):
     print([len((folder / "words.txt").read_text()) for folder in folders], as_json)
 
 
-def disk(config, machine):
-    shown = Finding("run.dir", config.run.dir, note=f"{machine.num_words} words")
-    return [shown] if config.run.dir != "runs" else None
-
-
 def wrong(config):
     if "echo" in config.explore.explorers and config.explore.echo.num > 3:
         yield Contradiction(("explore.echo.num",), "explore.echo.num: expected at most 3.")
@@ -153,7 +148,6 @@ def register(registry: Registry) -> None:
     registry.command("hello", "mine:hello", help="Say hello.")
     registry.command("eval greetings", "mine:hello", help="Measure greetings.")
     registry.part("comparison", "words.txt", "mine:lengths")
-    registry.part("examination", "disk", "mine:disk")
 '''
 
 
@@ -320,46 +314,6 @@ config = load_config("demo", ["environment.kind=corridor"])
 print([tool.name for tool in open_environments(config.environment).tools])
 """
     assert run(code, site).stdout.strip() == "['step']"
-
-
-EXAMINED = """
-from treegraft import load_config
-from treegraft.cli.doctor import examine
-for folder in ("elsewhere", "runs"):
-    config = load_config({"run": {"dir": folder}, "tasks": {"num_train": 8, "num_eval": 4}})
-    found = examine(config).sections
-    print(folder, [str(one) for one in found.get("disk", [])], found["memory"][-1].name)
-"""
-
-
-def test_its_examination_is_a_section_of_doctor(site: Path) -> None:
-    done = run(EXAMINED, site)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("elsewhere ['run.dir: elsewhere: ") and lines[0].endswith("sum")
-    assert lines[1] == "runs [] sum", done.stderr
-
-
-SEVERAL = """
-from treegraft.core.registry import Entry, extensions
-from treegraft import load_config
-from treegraft.cli.doctor import examine
-from treegraft.parts import Finding
-config = load_config({"tasks": {"num_train": 8, "num_eval": 4}})
-def memory(config, machine):
-    return [Finding("all", machine.gpu.upper())] if machine.num_gpus == 3 else None
-kinds = {"memory": Entry("examination", "memory", memory)}
-extensions().by_seam["examination"] = kinds
-print([str(one) for one in examine(config, num_gpus=3, gpu="h100").sections["memory"]])
-print(examine(config).sections["memory"][-1].name)
-kinds.clear()
-examine(config, num_gpus=3)
-"""
-
-
-def test_its_section_takes_the_place_of_ours_and_gpus_need_one() -> None:
-    done = run(SEVERAL)
-    assert done.stdout.splitlines() == ["['all: H100']", "memory"]
-    assert "SettingError: command line: --gpus: got 3; expected an extension" in done.stderr
 
 
 # ---------------------------------------------------------------------- what is refused

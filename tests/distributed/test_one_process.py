@@ -25,7 +25,6 @@ from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from treegraft.extras.lab.shape import num_shape_weights
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import plan_passes
@@ -157,10 +156,10 @@ def test_memory_of_a_rank_is_what_doctor_says(
     """The rows that a rank holds, in float32, against `ModelShape.learner_parts`: no more than one
     row of each weight apart. Their memory is never touched."""
     config = load_config({"model": {"path": f"shape:{name}", "dtype": "bfloat16"}})
-    fields = published_shape(f"shape:{name}")
-    said = ModelShape.of_config(fields, num_shape_weights(fields)).learner_parts(config, size)
+    model, _ = load_model(config.model, has_weights=False)
+    said = ModelShape.of_model(model).learner_parts(config, size)
     monkeypatch.setattr(ShardedLearner, "_fill", lambda *_: None)
-    shape = model_shape(load_model(config.model, has_weights=False)[0])
+    shape = model_shape(model)
     whole = meta_model(shape, config)
     spare = sum(4 * weight.shape[1:].numel() for weight in whole.parameters())
     for rank in (0, size - 1):

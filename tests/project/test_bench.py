@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,12 +32,9 @@ from benchmarks.speed.peers import ScriptPeer, peer_python
 from benchmarks.speed.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
 from benchmarks.speed.update import multiplication_ratio
 from benchmarks.workloads import Segment, Workload
-from tests.support.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
-from treegraft.cli.main import app as command_line
 from treegraft.core.errors import DataError, EngineError, SettingError
-from treegraft.extras.lab.profile import Line, Recorder
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.load import load_model
@@ -391,85 +386,6 @@ def test_a_curve_by_hand() -> None:
         (0.5, 4.0, 2.0),
     ]
     assert rows[2].ratio == pytest.approx(2.0) and "standard error unknown" in rows[2].unit
-
-
-# ---------------------------------------------------------------------- a profile
-
-
-def test_a_profile_sums_to_the_wall_time(tmp_path: Path) -> None:
-    settings = tiny(explore={"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 2}})
-    settings |= {"buffer": {"path": "expert", "encoder": "hashing"}}
-    recipe, file = write_recipe(tmp_path / "recipe.json", settings), tmp_path / "profile.json"
-    result = CliRunner().invoke(
-        command_line,
-        ["profile", str(recipe), "--updates", "2", "--json", str(file)],
-        catch_exceptions=False,
-    )
-    assert result.exit_code == 0, result.output
-    found = json.loads(file.read_text())
-    assert sum(row["seconds"] for row in found["rows"]) == pytest.approx(found["wall_s"], rel=0.02)
-    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1.0, rel=0.02)
-    phases = {row["what"].partition(":")[0] for row in found["rows"]}
-    assert phases >= {"rollout", "learning", "publish", "record", "checkpoint"}
-    assert "evaluation" not in phases and "warm-up" not in phases
-    assert any(row["what"].startswith("rollout: engine, ") for row in found["rows"])
-    assert 0 <= found["idle_s"] <= found["wall_s"] and {"tool search", "retrieval"} <= set(
-        found["beside"]
-    )
-    assert "idle: the engine had nothing to do for" in result.output
-
-
-def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
-    recorder = Recorder()
-    with recorder.phase("warm-up"):
-        pass  # before the first rollout nothing counts
-    with recorder.phase("rollout"), recorder.phase("record"):
-        pass
-    wall_s = recorder.finish()
-    assert set(recorder.seconds) == {"rollout", "record", "other"} and sum(
-        recorder.seconds.values()
-    ) == pytest.approx(wall_s)
-    recorder.seconds, recorder.looks = (
-        {"rollout": 8.0, "record": 2.0},
-        {"rollout": Counter({"a": 3, "b": 1})},
-    )
-    assert list(recorder.lines(10.0)) == [
-        Line("rollout: a", 6.0, 0.6),
-        Line("rollout: b", 2.0, 0.2),
-        Line("record", 2.0, 0.2),
-    ]
-
-
-HANGS = """
-import faulthandler, gc, threading, time
-from treegraft.extras.lab.profile import ROLLOUT, Recorder, _looking
-
-class Slow:
-    def __init__(self): self.me = self
-    def __del__(self): time.sleep(0.0001)  # another thread runs meanwhile
-
-def leave_garbage():
-    Slow()
-    time.sleep(0.003)
-
-faulthandler.dump_traceback_later(60, exit=True)
-gc.set_threshold(20, 2, 2)
-recorder = Recorder()
-with _looking(recorder), recorder.phase(ROLLOUT):
-    for _ in range(40):
-        threads = [threading.Thread(target=leave_garbage) for _ in range(30)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-assert gc.isenabled() and sum(recorder.looks[ROLLOUT].values()) > 0
-"""
-
-
-@pytest.mark.smoke
-def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.smoke  # two processes, each of which loads torch

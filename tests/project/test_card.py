@@ -17,9 +17,11 @@ from benchmarks.card import __main__ as card
 from benchmarks.card import carry, correct, learning, runs
 from benchmarks.card.__main__ import PARTS, Part
 from benchmarks.card.bench import Bench, check
+from benchmarks.flops import CARDS, forward_flops, known_card
 from benchmarks.workloads import workloads
 from tests.support import faulty_part
 
+from treegraft.policy.shapes import ModelShape
 from treegraft.settings.load import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -105,6 +107,25 @@ def test_rows_are_written_at_once_and_time_ends_a_part(tmp_path: Path) -> None:
         "left out: the time of the part is over",
         "out of memory: CUDA out of memory.",
     ]
+
+
+def test_operations_of_a_token_by_hand() -> None:
+    # One layer: query and output 4 x 4, key and value 4 x 2, three of 4 x 6, two norms; 10 words,
+    # not tied, and a last norm.
+    shape = ModelShape(
+        num_weights=32 + 16 + 72 + 8 + 80 + 4,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        hidden_size=4,
+        vocab_size=10,
+        num_heads=2,
+        intermediate_size=6,
+    )
+    # 2 a weight; half of the tokens have logits; scores and values of 2 heads of 2 over 7 tokens.
+    assert forward_flops(shape, 7, 0.5) == 2 * 132 + 0.5 * 2 * 40 + 4 * 4 * 7 == 416
+    assert known_card("NVIDIA H100 80GB HBM3") is CARDS["H100"]
+    assert known_card("NVIDIA GeForce RTX 4090") is None
 
 
 def test_the_numbers_of_a_cell_by_hand() -> None:

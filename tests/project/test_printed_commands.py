@@ -47,7 +47,6 @@ ELSEWHERE = {
     r"treegraft verl-": "tests/extras/test_verl_rows.py writes files and arguments",
     r"python -m benchmarks\.trl": "minutes; tests/extras/test_trl.py trains",
     r"treegraft cluster": "several processes of Ray; tests/cluster runs it",
-    r"treegraft profile runs/spread": "spans of a cluster; tests/core/test_spans.py prints them",
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/extras/test_eval_suites.py",
     r"treegraft push .*(--private|--revision)": "needs a hub; tests/extras/test_push.py has one",
     r".*engine\.kind=vllm$": "needs a vLLM server; tests/serving trains with one",
@@ -66,9 +65,8 @@ ELSEWHERE = {
     r"treegraft config explore\.half": "a page's extension; tests/project/test_readme.py loads it",
     r"treegraft train eight\.toml": "7B on eight GPUs; `treegraft doctor eight.toml` is run",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; test_remote_search.py",
-    r"treegraft (train|profile) recipes/smollm2": "minutes of a language model's training; "
+    r"treegraft train recipes/smollm2": "minutes of a language model's training; "
     "tests/serving and tests/project/test_own_problem.py train it",
-    r"treegraft profile .*model\.path=shape": "1.5B weights: for a GPU; `profile demo` is run",
     r"treegraft train (moved|my_recipe)\.toml": "tests/project/test_readme.py trains it",
     r"treegraft view out$": "the folder of a run in TRL; tests/extras/test_trl.py makes one",
     r"treegraft train mine\.toml": "tests/project/test_own_problem.py trains a step of it",
@@ -102,8 +100,6 @@ SMALL = {
     r"^(treegraft train recipe\.toml.*)$": r"\1 num_updates=1 tasks_per_update=2 num_eval=4"
     " warmup.num_steps=4 warmup.lr_warmup_steps=0",
     r"^(treegraft train --resume.*)$": r"\1 num_updates=2",
-    r"^(treegraft profile \S+)$": r"\1 --updates 1 tasks_per_update=2 num_leaves=4 num_train=8"
-    " warmup.num_steps=2 max_completion_tokens=32",
     r"^(treegraft buffer build \S+)$": r"\1 traces.sqlite",
     r"^(treegraft buffer build .*)$": r"\1 num_train=8",
     r"^(treegraft eval (?:file )?recipes/\S+)$": r"\1 num_eval=4",

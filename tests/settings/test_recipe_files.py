@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from treegraft.cli.doctor import cards, data_files, weights
+from treegraft.cli.memory import Place, memory
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 from treegraft.core.types import GraftCause
-from treegraft.extras.lab.shape import model_shape
-from treegraft.extras.lab.sizing import Plan, sizing
 from treegraft.extras.search.plugin import findings as search_findings
+from treegraft.policy.shapes import shape_named
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.explore import reads_buffer
 from treegraft.settings.load import load_config
@@ -126,17 +126,12 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     assert ("buffer.path" in lacks) is (not reads_buffer(config))
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
-    # Of agents that are measured alone the checkpoint's name may tell no size.
-    if (shape := model_shape(config, 0)) is None:
-        assert not config.run.num_updates
-        return
     # The hardware that the recipe is written for.
-    memory = list(sizing(config, shape, Plan.of(8, "H100")))
-    assert not list(cards(config, 8)) and all(one.is_good for one in memory)
-    # The shapes of other people's checkpoints are read once they are there.
-    others = {"papers/search-r1-qwen2.5-7b", "papers/tool-star-qwen2.5-7b"}
-    asked = "each GPU" if name in others else "keys and values"
-    assert asked in {one.name for one in memory}
+    *_, total = memory(config, (), Place.planned(config, 8, "H100"))
+    assert not list(cards(config, 8)) and total.is_good
+    # The sizes of other people's checkpoints are read once they are there.
+    if not shape_named(config.model.path):
+        assert total.value == "unknown"
 
 
 def smoke(name: str, folder: Path) -> Path:

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.commands import table
-from treegraft.cli.memory import Room, gigabytes, gpu_room, gpus, memory_room
+from treegraft.cli.memory import Place, gigabytes, gpus, memory, memory_room
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import ModelError, SettingError, TreegraftError
+from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
@@ -258,74 +258,33 @@ class Examination:
         return made | {"verdict": facts(self.verdict)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The GPUs that a recipe is examined for."""
-
-    num_words: int
-    """Words of the tasks, which a tiny model has embeddings of; 0 for other models."""
-    num_starts: int
-    """First-level rollouts of a tree, by the recipe's explorers."""
-    room: Room | None = None
-    """Free memory of this machine's first GPU, else its own; None where it is not known."""
-    gpus: Sequence[str] = ()
-    """This machine's, as their driver names them: "NVIDIA H100 80GB HBM3, 81559 MiB"."""
-    num_gpus: int | None = None
-    """Those of --gpus, which need not be here; None for this machine's."""
-    gpu: str = "H100"
-    """Their name by --gpu, with a memory behind it that is not the data sheet's: "A100:40"."""
-
-
-def _machine_for(config: Config, asked: Mapping[str, Any]) -> Machine:
-    # Here, since it loads numpy, and `doctor` is to answer at once.
-    from treegraft.explore.build import num_starts
-
-    starts = num_starts(config.explore)
-    room = gpu_room() or memory_room()
-    return Machine(num_words=_num_words(config), num_starts=starts, room=room, gpus=gpus(), **asked)
-
-
-def _num_words(config: Config) -> int:
+def _vocabulary(config: Config) -> list[str]:
+    """The words of the tasks, which a tiny model has embeddings of."""
     if config.model.path == "tiny":
         # Tasks that cannot be had are reported elsewhere.
         with contextlib.suppress(TreegraftError):
-            return len({*build_tasks(config.tasks, config.run.seed).vocabulary()})
-    return 0
+            return [*build_tasks(config.tasks, config.run.seed).vocabulary()]
+    return []
 
 
-def _examined(config: Config, machine: Machine) -> dict[str, list[Finding]]:
-    """The sections of extensions by title."""
-    made = {
-        title: entry.load()(config, machine) for title, entry in registered("examination").items()
-    }
-    found = {title: list(findings) for title, findings in made.items() if findings is not None}
-    if machine.num_gpus is not None and "memory" not in found:
-        raise SettingError(
-            f"command line: --gpus: got {machine.num_gpus}; expected an extension that estimates"
-            " the memory of GPUs which need not be here, and there is none. Leave it out.",
-            code="gpus-not-estimated",
-        )
-    return found
-
-
-def examine(config: Config | None, **asked: Any) -> Examination:
+def examine(config: Config | None, num_gpus: int | None = None, gpu: str = "H100") -> Examination:
     """Returns what was found about this machine, and the recipe where one is given.
 
     Args:
-        asked: num_gpus and gpu of `Machine`, for GPUs which need not be here.
+        num_gpus: GPUs that memory is estimated for, which need not be here; None for this machine.
+        gpu: their name, as of `Place.planned`.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
     config = with_choices(config)
     gaps = missing_packages(config)
-    place = _machine_for(config, asked)
-    more = _examined(config, place)
-    *parts, total = more.pop("memory", None) or [
-        Finding("memory", "not estimated", note="no extension estimates it")
-    ]
+    place = Place.here(config)
+    if num_gpus is not None:
+        place = Place.planned(config, num_gpus, gpu)
+    estimate = memory(config, _vocabulary(config), place)
     found.sections |= {
-        "memory": [*parts, total],
+        "memory": estimate,
         "data and own parts": [
             *weights(config),
             *data_files(config),
@@ -334,13 +293,12 @@ def examine(config: Config | None, **asked: Any) -> Examination:
             *import_paths(config),
         ],
         "what runs where": [
-            *cards(config, asked.get("num_gpus") or len(gpus())),
-            *placement(config, "" if place.num_gpus is None else place.gpu.upper()),
+            *cards(config, num_gpus or len(gpus())),
+            *placement(config, "" if num_gpus is None else gpu.upper()),
         ],
-        **more,
     }
     # Without its data, its parts or its model nothing can be tried.
-    if total.name != "model.path" and all(
+    if estimate[-1].name != "model.path" and all(
         one.is_good for one in found.sections["data and own parts"]
     ):
         run_to_end(_try_first_tasks(config, found))

@@ -341,7 +341,7 @@ def doctor(
     smoke: Smoke = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Estimate memory and time on this number of GPUs."),
+        typer.Option("--gpus", min=1, help="Estimate memory on this number of GPUs."),
     ] = None,
     gpu: Annotated[
         str,

@@ -1,14 +1,34 @@
-"""The memory that is free on this machine."""
+"""The memory that is free on a machine, and an estimate of what a recipe needs.
+
+The estimate is one formula. For N weights of b bytes, of which T learn, the GPU of one of R ranks
+holds
+
+    weights N·b (if R > 1, those of two layers), master weights 4·T / R (bfloat16, or R > 1),
+    gradients 4·T / R, AdamW 8·T / R, the activations of a pack, the logits of a chunk
+
+as `ModelShape.learner_parts` counts them. On the first rank the native engine holds N·b once more,
+and for each token keys and values of 2 · layers · key-value heads · head width · b. A server of
+vLLM takes the share of its GPUs that it is told.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.finding import Finding
+from treegraft.policy.shapes import BYTES, ModelShape
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +109,231 @@ def _nvidia_smi(columns: str, form: str) -> list[str]:
 
 def gigabytes(num_bytes: float) -> str:
     """Returns a size for people: "512 MB", "2.1 GB"."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+    return f"{num_bytes / 1e9:.1f} GB" if abs(num_bytes) >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+# ---------------------------------------------------------------------- what a recipe needs
+
+CARDS = {"H200": 141, "H100": 80, "A100": 80, "L40S": 48}
+"""Memory of cards in 10^9 bytes, by their data sheets."""
+SERVER_SHARE = 0.92
+"""Of each of its GPUs that a server takes unless it is told: the default of
+--gpu-memory-utilization in vLLM 0.32."""
+_PROMPT_TOKENS = 256
+"""Assumed length of a prompt if the context has no limit of its own."""
+_PACKAGES_BYTES = 400_000_000
+"""Resident after importing torch, transformers and peft, as measured."""
+_PASSING = ("gathered layers", "activations", "logits")
+"""Parts of a learner that are there while it learns, and go before servers come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a recipe is to run. Place(room=Room(...), num_gpus=8, num_ranks=8)"""
+
+    room: Room | None
+    """Of this machine, or of each GPU; None if it is not known."""
+    num_gpus: int
+    """0: everything runs on the CPU."""
+    num_ranks: int
+
+    @classmethod
+    def here(cls, config: Config) -> Place:
+        """Returns this machine, with its GPUs if it has any."""
+        room = gpu_room()
+        if room is None:
+            return cls(room=memory_room(), num_gpus=0, num_ranks=1)
+        ranks = 1 if config.learn.ranks == "auto" else config.learn.ranks
+        return cls(room=room, num_gpus=len(gpus()), num_ranks=ranks)
+
+    @classmethod
+    def planned(cls, config: Config, num_gpus: int, card: str) -> Place:
+        """Returns GPUs that need not be here, by name, such as "A100", or "A100:40" for those with
+        another memory, in 10^9 bytes.
+
+        Raises:
+            SettingError: the card is not known, or the memory is no number above 0.
+        """
+        name, colon, size = card.partition(":")
+        known = {one.lower(): memory for one, memory in CARDS.items()}.get(name.lower())
+        if known is None or (colon and not (size.isascii() and size.isdigit() and int(size))):
+            raise SettingError(
+                f"--gpu: got '{card}', expected one of {', '.join(CARDS)}; for another card take"
+                f" the nearest with its memory in GB, as in {name if known else 'H100'}:96",
+                code="unknown-card",
+            )
+        memory = (int(size) if colon else known) * 10**9
+        ranks = config.learn.ranks
+        if ranks == "auto":
+            # As many as torchrun is given: all GPUs but those that a recipe names for servers.
+            named = {gpu for gpus_of_one in _server_gpus(config, 0) for gpu in gpus_of_one}
+            ranks = num_gpus - len(named) if num_gpus > len(named) else num_gpus
+        room = Room(memory, memory, f"each {name.upper()}")
+        return cls(room=room, num_gpus=num_gpus, num_ranks=ranks)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a recipe may take."""
+        if self.room is None:
+            return math.inf
+        # A tenth of a machine's memory is left to the system; a GPU's driver has a part of its own.
+        return self.room.free if self.num_gpus else 0.9 * self.room.free
+
+
+def needed(config: Config, shape: ModelShape, place: Place) -> dict[str, float]:
+    """Returns the estimated bytes of each part of a run in this machine's memory or, on GPUs, on
+    the one that holds a rank and the most besides."""
+    parts = shape.learner_parts(config, place.num_ranks)
+    width = BYTES[config.model.dtype]
+    weights = float(shape.num_weights * width)
+    path = _path_tokens(config) * shape.kv_bytes(width)
+    native = config.engine.native
+    if not place.num_gpus:
+        del parts["reserved"]
+        # The engine pads small batches to 16 rows.
+        leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
+        rows = min(config.engine.max_rows, leaves)
+        parts["Python and packages"] = _PACKAGES_BYTES
+        parts["engine's weights"] = weights
+        if native.pack_weights:
+            parts["engine's packed weights"] = weights
+        parts["keys and values"] = min(rows * path, 1e9 * native.cpu_cache_gb)
+    elif config.engine.kind != "vllm":
+        parts["engine's weights"] = weights
+        # The least: the engine takes what is left of the GPU.
+        parts["keys and values of a path"] = path
+    elif taken := _num_servers_beside(config, place) * _server_bytes(config, shape, place):
+        parts["servers"] = taken
+        if config.engine.vllm.sleep:
+            # They leave while a pass runs; what the driver takes stays.
+            passing = sum(parts.get(name, 0.0) for name in _PASSING)
+            parts["never there at once"] = -min(passing, taken - shape.RESERVED)
+    return parts
+
+
+def _path_tokens(config: Config) -> int:
+    """Tokens of the longest path."""
+    if config.model.path == "tiny":
+        return config.model.tiny.max_context
+    limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    return _PROMPT_TOKENS + limit
+
+
+def _server_gpus(config: Config, num_gpus: int) -> list[list[str]]:
+    """The GPUs that servers have in turn, one list a server."""
+    vllm = config.engine.vllm
+    if config.engine.kind != "vllm" or vllm.servers:
+        return []
+    if not vllm.gpus:
+        return [[str(number)] for number in range(num_gpus)]
+    return [[gpu.strip() for gpu in entry.split(",")] for entry in vllm.gpus]
+
+
+def _num_servers_beside(config: Config, place: Place) -> int:
+    """The most servers that share the GPU of one rank."""
+    turns = _server_gpus(config, place.num_gpus)
+    taken: Counter[str] = Counter()
+    if turns:
+        for number in range(config.engine.vllm.num_servers):
+            taken.update(turns[number % len(turns)])
+    return max(taken[str(rank)] for rank in range(place.num_ranks))
+
+
+def _server_bytes(config: Config, shape: ModelShape, place: Place) -> float:
+    """What a server takes of each of its GPUs, keys and values included."""
+    vllm = config.engine.vllm
+    said = re.search(r"--gpu-memory-utilization[ =](\d*\.?\d+)", " ".join(vllm.server_args))
+    if place.room is not None and (said or vllm.cache_gb is None):
+        return (float(said[1]) if said else SERVER_SHARE) * place.room.whole
+    weights = shape.num_weights * BYTES[config.model.dtype] / vllm.gpus_each
+    return weights + 1e9 * (vllm.cache_gb or 0.0) + shape.RESERVED
+
+
+def memory(config: Config, vocabulary: Sequence[str], place: Place) -> list[Finding]:
+    """Returns the estimate by part, and at the end its sum against what there is.
+
+    Args:
+        vocabulary: words of the "tiny" model's tokenizer.
+    """
+    # Here, since it loads torch, and `doctor` without a recipe is to answer at once.
+    from treegraft.policy.load import load_shape
+
+    try:
+        shape = load_shape(config.model, vocabulary)
+    # The latter if a package that reads the weights is not installed.
+    except (ModelError, SettingError) as error:
+        return [Finding("model.path", config.model.path, False, str(error))]
+    if shape is None:
+        note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
+        return [Finding("memory", "unknown", note=note, is_doubtful=True)]
+    return memory_of(config, shape, place)
+
+
+def memory_of(config: Config, shape: ModelShape, place: Place) -> list[Finding]:
+    """Returns `memory` of a model of this shape."""
+    parts = needed(config, shape, place)
+    total = sum(parts.values())
+    of_what = "one process"
+    if place.num_gpus:
+        of_what = f"a GPU that holds a rank, {place.num_ranks} of {place.num_gpus}"
+    found = [
+        Finding("estimate", of_what, note="by a formula; nothing of it was measured"),
+        Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M"),
+    ]
+    for name, size in parts.items():
+        found.append(Finding(name, gigabytes(size)))
+    room, left = place.room, place.limit - total
+    if room is None:
+        return [*found, Finding("sum", gigabytes(total))]
+    note = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"
+    if room.free == room.whole:
+        note = f"{room.place} has {gigabytes(room.whole)}"
+    if left >= 0 and (path := parts.get("keys and values of a path", 0.0)):
+        num_paths = 1 + int(left // path)
+        note += f", room for {num_paths:,} paths of {_path_tokens(config):,} tokens at a time"
+    if servers := parts.get("servers", 0.0):
+        share = max(0.0, (left + servers) / room.whole / _num_servers_beside(config, place))
+        note += f"; the learner leaves each server {share:.2f} of it (--gpu-memory-utilization)"
+    if left < 0:
+        note += f". {_advice(config, shape, place)}"
+    return [*found, Finding("sum", gigabytes(total), left >= 0, note)]
+
+
+def _advice(config: Config, shape: ModelShape, place: Place) -> str:
+    """Which settings would make it fit, or that none would."""
+    changes: list[str] = []
+    for change in _savings(config, place):
+        changes.append(change)
+        total = sum(needed(load_config(config, changes), shape, place).values())
+        if total <= place.limit:
+            return f"It would fit, with {gigabytes(total)}: {' '.join(changes)}"
+    total = sum(needed(load_config(config, changes), shape, place).values())
+    return (
+        f"Even with {' '.join(changes) or 'the smallest settings'} it takes {gigabytes(total)}:"
+        " take a smaller model or a larger machine; `treegraft doctor RECIPE --gpus 8` says what"
+        " several GPUs hold"
+    )
+
+
+def _savings(config: Config, place: Place) -> Iterator[str]:
+    """Overrides that take less memory, those that cost least first; each keeps those before."""
+    native, learn, model = config.engine.native, config.learn, config.model
+    has_cache = config.engine.kind == "native" and not place.num_gpus
+    # A pack has to hold the longest path.
+    smallest_pack = max(2048, _path_tokens(config))
+    if learn.max_pack_tokens > smallest_pack:
+        yield f"learn.max_pack_tokens={smallest_pack}"
+    if has_cache and native.cpu_cache_gb > 1:
+        yield "engine.native.cache_gb=1"
+    if not model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    if has_cache and native.pack_weights:
+        yield "engine.native.pack_weights=false"
+    if _num_servers_beside(config, place) and not config.engine.vllm.sleep:
+        yield "engine.vllm.sleep=true"
+    if place.num_ranks > 1 and not learn.offload:
+        yield "learn.offload=true"
+    if not model.lora.rank:
+        yield "model.lora.rank=16"
+    if model.dtype == "float32":
+        yield "model.dtype=bfloat16"

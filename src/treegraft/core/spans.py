@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,6 @@ class _Recording:
 
 
 _recording: _Recording | None = None
-_listener: Callable[[str], AbstractContextManager[Any]] | None = None
 _starting = threading.Lock()
 
 
@@ -105,25 +104,11 @@ def recorded(place: str | None, folder: Path, role: str) -> Iterator[None]:
         recording.end()
 
 
-@contextlib.contextmanager
-def heard(listener: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Lets `listener` take the place of recording in this process, for the time of the block:
-    called with the name of each span, it returns the context that is entered."""
-    global _listener
-    _listener = listener
-    try:
-        yield
-    finally:
-        _listener = None
-
-
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[Any]:
     """Returns a context that is one span, a child of the one around it; one without effect where
     nothing is recorded."""
     # Looked at once: another thread may work on after the recording has ended.
-    recording, listener = _recording, _listener
-    if listener is not None:
-        return listener(name)
+    recording = _recording
     if recording is None:
         return contextlib.nullcontext()
     return _recorded_span(recording, name, attributes)

@@ -7,7 +7,8 @@ import copy
 import functools
 import gc
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +25,7 @@ from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
 from treegraft.policy.checkpoint import with_saved_adapter
 from treegraft.policy.output_head import first_line
-from treegraft.policy.shapes import PREFIX
+from treegraft.policy.shapes import PREFIX, ModelShape, shape_named
 from treegraft.policy.tiny import build_shaped_model, build_tiny_model, build_word_tokenizer, seeded
 from treegraft.settings.policy import ModelSettings
 
@@ -93,6 +94,69 @@ def load_model(
     # Evaluation mode also in training: dropout would make the ratios of the first step differ
     # from 1, and engine and learner from each other.
     return model.to(device=device, dtype=DTYPES[settings.dtype]).eval(), tokenizer
+
+
+def load_shape(settings: ModelSettings, vocabulary: Sequence[str] = ()) -> ModelShape | None:
+    """Returns the sizes of a model without its weights and tokenizer; None for a hub model that
+    was not fetched yet, unless its name is that of a published shape.
+
+    Args:
+        vocabulary: words of the "tiny" model's tokenizer.
+
+    Raises:
+        ModelError: no such folder or package, or nothing to load in it.
+    """
+    path = settings.path
+    if path == "tiny" or path.startswith((PREFIX, GIVEN)):
+        # Tasks without a closed vocabulary are an error elsewhere.
+        model, _ = load_model(settings, vocabulary=vocabulary or ("a",), has_weights=False)
+        return ModelShape.of_model(model)
+    place, gguf = locate(path)
+    if not Path(place).is_dir():
+        folder = _fetched(path)
+        if folder is None:
+            name = shape_named(path)
+            return load_shape(settings.model_copy(update={"path": name})) if name else None
+        place = str(folder)
+    elif gguf is None and not any(Path(place).glob("*.safetensors")):
+        raise ModelError(
+            f"model folder '{place}' has a config.json but no .safetensors file with weights.",
+            code="weights-missing",
+        )
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    if gguf is not None:
+        require(f"model file '{Path(place) / gguf}'", "gguf")
+        options["gguf_file"] = gguf
+    try:
+        return ModelShape.of_model(_without_weights(place, options))
+    except UNREADABLE as error:
+        raise ModelError(
+            f"model '{path}': its config.json could not be read ({first_line(error)}); expected"
+            " that of a language model of transformers",
+            code="model-config-invalid",
+        ) from error
+
+
+def _fetched(hub_id: str) -> Path | None:
+    """The folder of a hub model in the hub's cache."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+        raise ModelError(
+            f"model.path '{hub_id}': no such folder, and no name of a model on a hub.",
+            code="model-missing",
+        )
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(hub_id, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _without_weights(folder: str | Path, options: Mapping[str, Any]) -> Any:
+    """A model on torch's meta device, by its configuration alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, **options)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _given(name: str, has_weights: bool) -> tuple[Any, Any]:
@@ -240,7 +304,7 @@ def unpacked_gguf() -> dict[str, Any]:
 
 
 def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -264,9 +328,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
             # Before the weights are rounded to model.dtype, as the learner adds adapters.
             model = with_saved_adapter(model, Path(folder))
         else:
-            config = AutoConfig.from_pretrained(folder, **shared)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
+            model = _without_weights(folder, shared)
             # The model's own end tokens stand in a file of their own, where there is one.
             with contextlib.suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -10,13 +10,13 @@ from importlib import resources
 from typing import Any, ClassVar
 
 from treegraft.core.errors import ModelError, nearest
-from treegraft.core.locate import locate as locate
 
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
 
 
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number, by model.dtype."""
 _ROOMY_FLOATS = 3 * (1 << 27)
 """Numbers of the float32 copies while log-probabilities are made, see `learn.scores`."""
 
@@ -62,6 +62,12 @@ class ModelShape:
             is_tied=bool(fields.get("tie_word_embeddings")),
             has_head_norms=str(fields.get("model_type")).startswith("qwen3"),
         )
+
+    @classmethod
+    def of_model(cls, model: Any) -> ModelShape:
+        """Returns the shape of a model of transformers, also of one without weights."""
+        num_weights = sum(weight.numel() for weight in model.parameters())
+        return cls.of_config(model.config.get_text_config().to_dict(), num_weights)
 
     @property
     def inner_width(self) -> int:
@@ -130,7 +136,7 @@ class ModelShape:
         """Returns the estimated bytes of each part of a learner on the GPU of one of `ranks` ranks.
         `treegraft doctor` prints them, and the native engine leaves room for them."""
         model, learn = config.model, config.learn
-        width, trained, is_one = _BYTES[model.dtype], self.num_trained(config), ranks == 1
+        width, trained, is_one = BYTES[model.dtype], self.num_trained(config), ranks == 1
         weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
         shards = max(1, ranks // learn.replicate)
         frozen = (self.num_weights - trained if model.lora.rank else 0) * width
@@ -181,3 +187,11 @@ def published_shape(path: str) -> dict[str, Any]:
             code="unknown-shape",
         )
     return dict(table[name])
+
+
+def shape_named(hub_id: str) -> str | None:
+    """Returns "shape:NAME" for a model on a hub whose name begins with that of a published shape,
+    such as "Qwen/Qwen2.5-7B-Instruct"; None if none does."""
+    name = hub_id.rpartition("/")[2].lower()
+    fits = [one for one in shape_table() if f"{name}-".startswith(f"{one}-")]
+    return PREFIX + max(fits, key=len) if fits else None

@@ -1,1 +1,1 @@
-"""Studies, reports and profiles: experiments, and what they say."""
+"""Studies and reports: experiments, and what they say."""

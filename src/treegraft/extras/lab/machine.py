@@ -1,4 +1,4 @@
-"""The machine of a measurement, and numbers with the digits that matter."""
+"""The machine of a measurement."""
 
 from __future__ import annotations
 
@@ -48,8 +48,3 @@ def _cpu_name() -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         platform.machine(),
     )
-
-
-def number(value: float) -> str:
-    """Returns a number with three or four significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The commands of studies, reports and profiles, and the memory of several GPUs."""
+"""The commands of studies, reports and pruned buffers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ _HERE = "treegraft.extras.lab"
 
 
 def register(registry: Registry) -> None:
-    """Registers the commands of studies, reports and profiles, and the estimate of memory."""
-    registry.part("examination", "memory", f"{_HERE}.sizing:memory")
+    """Registers the commands of studies, reports and pruned buffers."""
     registry.command(
         "report",
         f"{_HERE}.report_command:report",
@@ -29,9 +28,4 @@ def register(registry: Registry) -> None:
         "buffer show",
         f"{_HERE}.pruning.command:show",
         help="Print stored trajectories, and a pruned buffer's cut steps and weights of steps.",
-    )
-    registry.command(
-        "profile",
-        f"{_HERE}.profile_command:profile",
-        help="Run a few updates of a recipe and print the time of each part.",
     )

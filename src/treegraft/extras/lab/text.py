@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-BYTES = {"float32": 4, "bfloat16": 2}
-PROMPT_TOKENS = 256
-"""Assumed length of a prompt where the context has no limit of its own."""
 MAX_SHOWN = 200
 """Characters of a value that a message repeats."""
 
@@ -16,11 +13,6 @@ def shown(value: Any) -> str:
     """Returns a value as Python writes it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
-
-
-def gigabytes(num_bytes: float) -> str:
-    """Returns a size for people: "512 MB", "2.1 GB"."""
-    return f"{num_bytes / 1e9:.1f} GB" if abs(num_bytes) >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def ranges(numbers: Sequence[int]) -> str:

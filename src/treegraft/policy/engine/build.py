@@ -78,8 +78,6 @@ def reserved_bytes(config: Config, model: Any, num_ranks: int) -> float:
     many ranks, and by the driver."""
     if not num_ranks:
         return ModelShape.RESERVED
-    count = sum(weight.numel() for weight in model.parameters())
-    shape = ModelShape.of_config(model.config.get_text_config().to_dict(), count)
-    parts = shape.learner_parts(config, num_ranks)
+    parts = ModelShape.of_model(model).learner_parts(config, num_ranks)
     # A single rank learns the weights that are there.
     return sum(parts.values()) - (parts.get("weights", 0.0) if num_ranks == 1 else 0.0)
