@@ -6,16 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.tiny import tiny, write_recipe
-from tests.traces.test_agents import expert_text, said, serving
 
 from treegraft.cli import main as cli
 from treegraft.cli.build import RETIRED
@@ -149,69 +146,6 @@ def test_overrides_shape_the_build(
         assert list(buffer.stats().sources) == ["liar"]
 
 
-def test_a_server_builds_beside_the_expert(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, tasks = tmp_path / "b", world()
-    shared = ("build", recipe, out, *FEW, "buffer.build.num_tasks=3")
-    assert treegraft(*shared) == 0
-    with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
-        asked = ("agent=" + url, "temperature=0.5", "max_concurrent=2")
-        assert treegraft(*shared, *(f"buffer.build.{one}" for one in asked)) == 0
-    text = capsys.readouterr().out
-    assert "6, 0 failed" in text
-    assert {request["temperature"] for request in seen} == {0.5}
-    # The recipe sends its own agent no words; a stranger is told the tags.
-    assert "<search>...</search> Looks up one fact." in seen[0]["messages"][0]["content"]
-    with TraceBuffer.open_as_built(out) as buffer:
-        stats = buffer.stats()
-    assert {name: one.num_traces for name, one in stats.sources.items()} == {
-        "expert": 7,
-        "little": 7,
-    }
-
-
-def test_what_asking_costs_and_what_was_refused_is_printed(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tasks = world()
-
-    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        good = len(body["messages"]) > 2 or number % 2
-        status, found = said(expert_text(tasks, body) if good else "Sorry, I cannot help.")
-        return status, {**found, "usage": {"prompt_tokens": 1000, "completion_tokens": 200}}
-
-    with serving(reply) as (url, seen):
-        asked = (f"agent={url}", "model=m", "max_concurrent=1", "num_tasks=2")
-        prices = ("price_read=2.5", "price_written=10")
-        settings = [f"buffer.build.{one}" for one in (*asked, *prices)]
-        assert treegraft("build", recipe, tmp_path / "b", *FEW, *settings) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "2 tasks x 2 attempts: at most" in text
-    num = len(seen)
-    # By hand: 2.5 and 10 a million.
-    cost = num * (1000 * 2.5 + 200 * 10) / 1e6
-    assert f"{num} requests, {num * 1000:,} tokens read and {num * 200:,} written" in text
-    assert f"at a cost of {cost:.2f}" in text
-    assert "Sorry, I cannot help." in text
-    assert "of the attempts" in text
-
-
-def test_a_server_that_went_down_is_an_error_after_the_counts(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(lambda *_: (503, {})) as (url, _):
-        asked = (f"agent={url}", "model=m", "max_retries=0", "num_samples=16")
-        settings = ["buffer.encoder=hashing", *(f"buffer.build.{one}" for one in asked)]
-        assert treegraft("build", recipe, tmp_path / "b", *settings) == 1
-    ended = capsys.readouterr()
-    assert "32 x HTTP 503" in ended.out
-    # The test's own server writes there too where a client leaves it early.
-    told = ended.err[ended.err.index("error: ") :]
-    assert "agent 'm' was not reached 32 times in a row; the last: HTTP 503" in told
-    assert "Traceback" not in told
-
-
 @pytest.mark.smoke
 def test_a_checkpoint_answers(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -245,36 +179,6 @@ def test_a_checkpoint_answers(
     ):
         assert len(a) > 0
         assert a.fingerprint() == b.fingerprint()
-
-
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_recipe(tmp_path / "recipe.json", tiny(tasks={**EASY, "num_train": 200}))
-    tasks = SearchWorld(
-        SearchWorldSettings(**EASY["search_world"]), seed=3, num_train=200, num_eval=4
-    )
-
-    def interrupting(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        if number == 40:
-            os.kill(os.getpid(), signal.SIGINT)
-        return said(expert_text(tasks, body))
-
-    build = ("build", recipe, tmp_path / "b", *FEW, "buffer.build.max_concurrent=2")
-    with serving(interrupting) as (url, _):
-        assert treegraft(*build, f"buffer.build.agent={url}") == 130
-    ended = capsys.readouterr()
-    assert "stopped; the finished tasks are in" in ended.err
-    with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
-        done, num_traces = buffer.stats().num_tasks, len(buffer)
-    assert 0 < done < 200
-    assert num_traces == 2 * done
-    assert f"{num_traces} new" in ended.out
-    with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):
-        asked = (f"buffer.build.agent={url}", f"buffer.build.num_tasks={done + 2}")
-        assert treegraft(*build, *asked, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["num_skipped"], report["num_tasks"], report["source"]) == (done, 2, "only")
 
 
 def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,24 +239,9 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         (("add", "b"), 2, "stdin: got no line"),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
         (
-            ("build", "recipe.json", "b", "buffer.build.agent=ftp://h"),
-            2,
-            "is not the address of a server",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.model=m"),
-            2,
-            "buffer.build.agent is 'expert', not the URL of a server",
-        ),
-        (
             ("build", "recipe.json", "b", "buffer.build.temperature=1"),
             2,
             "neither a server nor a model",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.agent=./no", "buffer.build.max_retries=1"),
-            2,
-            "'buffer.build.max_retries' would have no effect",
         ),
         (("build", "recipe.json", "b", "buffer.build.agent=./no"), 2, "there is no such folder"),
         (
@@ -364,22 +253,6 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
             ("build", "recipe.json", "b", "buffer.build.agent=some/where/else"),
             2,
             "no such folder, nor 'some/where'",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.agent=http://127.0.0.1:9"),
-            2,
-            "the server did not say what it serves",
-        ),
-        (
-            (
-                "build",
-                "recipe.json",
-                "b",
-                "buffer.build.agent=http://h",
-                "buffer.build.api_key_env=NO_KEY",
-            ),
-            2,
-            "NO_KEY: that environment",
         ),
         (("build", "recipe.json", "b", "buffer.encoder=hashin"), 2, "hashin"),
         (("build", "recipe.json", "b", "learn.rl=1"), 2, "learn.rl"),

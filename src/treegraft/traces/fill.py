@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from treegraft.assemble import Parts, training_limits
-from treegraft.core.chat_client import api_key_from, served_model
-from treegraft.core.errors import about
+from treegraft.core.errors import SettingError, about
 from treegraft.core.given import giving
-from treegraft.core.interfaces import Display, Format, TaskSource, Tool
+from treegraft.core.interfaces import Display, TaskSource, Tool
 from treegraft.core.interrupt import Ended, run_to_end
-from treegraft.core.types import Task, Tree
+from treegraft.core.registry import registered
+from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format
-from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
@@ -31,8 +29,7 @@ from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces, priced
-from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
+from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
 
 
 class BufferBuild:
@@ -50,7 +47,6 @@ class BufferBuild:
         """What was asked for."""
         self.source = self.settings.source or self.settings.agent
         """The agent's name in the buffer."""
-        self._endpoint: EndpointAgent | None = None
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
         self.stopped_by: int | None = None
@@ -60,29 +56,6 @@ class BufferBuild:
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
         return self.stopped_by is not None
-
-    @property
-    def tools_refused(self) -> str:
-        """Why a server was asked in tags although the recipe's agent writes chat turns; "" where
-        it was not."""
-        return self._endpoint.refusal if self._endpoint else ""
-
-    def _expected(self, tasks: Sequence[Task]) -> str:
-        """What a server will be asked for."""
-        num = self.settings.num_samples
-        assert self._endpoint is not None
-        most = self._endpoint.estimate(tasks, num, self._config.tools.max_output_chars)
-        tokens = self._tokens(most.num_read, most.num_written)
-        return (
-            f"{len(tasks)} tasks x {num} attempts: at most {most.num_requests:,} requests, {tokens}"
-            " if each attempt goes up to its limits"
-        )
-
-    def _tokens(self, num_read: float, num_written: float) -> str:
-        """Tokens in all, and what they cost where prices are known."""
-        cost = priced(self.settings, num_read, num_written)
-        price = f", at a cost of {cost:,.2f}" if cost else ""
-        return f"{num_read:,.0f} tokens read and {num_written:,.0f} written{price}"
 
     def run(self, *, display: Display) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
@@ -102,17 +75,16 @@ class BufferBuild:
             failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
             details = [f"{report.num_new} traces", failed]
             if report.num_read:
+                # A projection: servers may cost money.
                 share = total / max(1, done)
-                details.append(self._tokens(report.num_read * share, report.num_written * share))
+                read, written = report.num_read * share, report.num_written * share
+                details.append(f"in all {read:,.0f} tokens read and {written:,.0f} written")
             display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
             hold = self._checkpoint if settings.agent_kind == "checkpoint" else self._stranger
             async with hold(tasks) as asked:
                 self.source = asked.agent.source
-                if isinstance(asked.agent, EndpointAgent):
-                    self._endpoint = asked.agent
-                    display.note(self._expected(tasks.train_tasks()[: settings.num_tasks]))
                 try:
                     # After the agent is there: one that cannot be had leaves no empty file behind.
                     with TraceBuffer(self._out, config.buffer.encoder) as buffer:
@@ -156,7 +128,9 @@ class BufferBuild:
                     environments=toolbox if environments else None,
                 )
             else:
-                agent = self._endpoint_agent(tokenizer, toolbox, tools, format)
+                agent = _agent_of_servers()(
+                    config, tokenizer=tokenizer, tools=tools, toolbox=toolbox, format=format
+                )
             rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, distinct(tasks.train_tasks(), "train_tasks"))
             yield ScoredAgent(
@@ -167,42 +141,6 @@ class BufferBuild:
             )
         finally:
             await toolbox.close()
-
-    def _endpoint_agent(
-        self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool], format: Format
-    ) -> EndpointAgent:
-        config, own, words = self._config, self.settings, self._config.format
-        key = api_key_from(own.api_key_env)
-        # A server that generates for minutes still has to name its models at once.
-        timeout_s = min(10.0, own.timeout_s)
-        model = own.model or served_model(own.agent, key, timeout_s=timeout_s)
-        # A chat recipe asks as its own agent is asked: the server's template describes the tools.
-        # Otherwise, and where the server takes no tools, a stranger is asked for tags.
-        tags = TagsFormat(
-            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
-        )
-        settings = EndpointSettings(
-            url=own.agent,
-            model=model,
-            # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-            system_prompt=words.system_prompt or tags.system_prompt,
-            api_key=key,
-            temperature=own.temperature,
-            max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
-            max_agent_steps=config.rollout.max_agent_steps,
-            max_tool_calls=config.rollout.max_tool_calls,
-            timeout_s=own.timeout_s,
-            max_retries=own.max_retries,
-        )
-        return EndpointAgent(
-            settings,
-            tags,
-            toolbox,
-            seed=config.run.seed,
-            source=own.source or model,
-            chat=format if isinstance(format, ChatFormat) else None,
-            tools=tools,
-        )
 
     @asynccontextmanager
     async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
@@ -239,6 +177,19 @@ class BufferBuild:
                 max_concurrent=parts.engine.capacity,
                 max_graft_tokens=config.rollout.max_completion_tokens,
             )
+
+
+def _agent_of_servers() -> Callable[..., Agent]:
+    """Returns what makes an agent of a server's address."""
+    entry = registered("agent").get("server")
+    if entry is None:
+        raise SettingError(
+            "buffer.build.agent is the URL of a server, which only an extension can ask; expected"
+            " 'expert' or a model. Install Treegraft with its folder of extensions.",
+            code="agent-without-extension",
+        )
+    made: Callable[..., Agent] = entry.load()
+    return made
 
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
