@@ -181,7 +181,7 @@ def test_a_checkpoint_answers(
         assert a.fingerprint() == b.fingerprint()
 
 
-def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, into = tmp_path / "rows.jsonl", tmp_path / "b"
     rows.write_text(
         '{"question": "q ?", "text":'
@@ -197,24 +197,6 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads(capsys.readouterr().out)
     assert (report["num_new"], report["num_trajectories"], len(report["problems"])) == (0, 12, 12)
 
-    one = '{"key": "r2 of e9 ?", "value": "look it up", "task_id": "t"}'
-    assert treegraft("add", into, stdin=one) == 0
-    assert "1 new, 0 there already, 3 in all" in capsys.readouterr().out
-    lines = (
-        '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a",'
-        ' "body": "b"}]}}\n'
-    )
-    assert treegraft("add", into, "--json", stdin=lines) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "num_new": 2,
-        "num_duplicates": 0,
-        "num_traces": 5,
-    }
-    # JSON may hold the line breaks of other alphabets as they are.
-    one = '{"key": "who\u2028knows\u0085?", "value": "look it up"}\r\n'
-    assert treegraft("add", into, stdin=one) == 0
-    assert "1 new, 0 there already, 6 in all" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
@@ -227,16 +209,9 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
             2,
             "nothing was imported into b",
         ),
-        (
-            ("add", "b", "--key", "k"),
-            2,
-            "--key is gone since 0.8; write it as a field of JSON, echo",
-        ),
-        (("add", "b", "buffer.path=c"), 2, "`treegraft buffer add` takes notice of buffer.encoder"),
         (("import", "good.jsonl", "learn.lr=1", "--into", "b"), 2, "'learn.lr=1' would have no"),
         (("import", "x", "--keep", "2"), 2, "write buffer.build.num_best=2 instead"),
         (("import", "x", "--min-reward=0"), 2, "write buffer.build.min_reward=0 instead"),
-        (("add", "b"), 2, "stdin: got no line"),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
         (
             ("build", "recipe.json", "b", "buffer.build.temperature=1"),
@@ -298,43 +273,9 @@ def test_bad_input_is_one_paragraph(
     assert not list(Path().glob("b*"))  # nothing half-made is left behind
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            '{"key": "k", "value": "v", "terminal": "false"}',
-            "'terminal' is 'false', no true or false",
-        ),
-        ('{"key": "k", "value": "v", "position": 2.7}', "'position' is 2.7, no whole number"),
-        (
-            '{"key": "k", "value": "v", "terminla": true}',
-            "an unknown field 'terminla'. Did you mean 'terminal'?",
-        ),
-        ('{"key": "k"}', "no 'value'"),
-    ],
-)
-def test_a_line_that_is_no_trace_is_refused(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    lines = '{"key": "k", "value": "v"}\n' + line
-    assert treegraft("add", tmp_path / "b", HASHING, stdin=lines) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "stdin, line 2" in error and message in error
-    assert not list(tmp_path.glob("b*"))
-
-
 def test_every_option_that_is_gone_names_a_setting_that_there_is() -> None:
     for option, instead in RETIRED.items():
         assert option == "--out" or instead.removesuffix("={}") in known_settings()
-
-
-def test_an_empty_value_is_refused(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = '{"key": "k", "value": " "}'
-    assert treegraft("add", tmp_path / "b", HASHING, stdin=line) == 2
-    assert "its value is empty" in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.glob("b*"))
 
 
 def test_the_best_of_each_task_are_imported(treegraft: Run, tmp_path: Path) -> None:

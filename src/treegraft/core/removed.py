@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-REMOVED: dict[str, str] = {}
+_PRICE = "It is gone since 0.8: the report counts the tokens read and written."
+REMOVED: dict[str, str] = {
+    "buffer.build.price_read": _PRICE,
+    "buffer.build.price_written": _PRICE,
+}
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting or of a table of settings ("explore.answer_leaf"): a sentence that says since when it is
 gone and what takes its place."""

@@ -10,8 +10,8 @@ steps, recorded trees. One bad line spoils no other.
     {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}],
                                           "observations": ["r2 of e9 is e41"]}]}
 
-Tags are ours or Search-R1's. A row may have a reward and a task id. Of a run folder its trees are
-read, and of each path the steps that the policy sampled.
+Tags are ours or Search-R1's. A row may have a "reward" and a "task_id". Of a run folder its trees
+are read, and of each path the steps that the policy sampled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, nearest, nearest_file
+from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.keyed import keyed_int
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import (
@@ -49,6 +49,8 @@ from treegraft.traces.keys import says_something, split_steps
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Raised by reading a row of another shape."""
+DEFAULT_REWARD = 1.0
+"""Of rows without a reward."""
 _OPENING = re.compile(r"\s*<[a-z_]+>")
 _NO_RESULT = Observation(text="")
 """At a call whose result has yet to come, by identity."""
@@ -93,22 +95,11 @@ class Read:
     """The conversation that ends with the question, of a recorded tree."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Names of a row's columns; dots are part of a name."""
-
-    reward: str = "reward"
-    task_id: str = "task_id"
-    default_reward: float = 1.0
-    """Of rows without a reward."""
-
-
 def import_files(
     paths: Sequence[Path],
     buffer: TraceBuffer,
     *,
     source: str | None = None,
-    columns: Columns | None = None,
     num_best: int = 5,
     min_reward: float = 0.0,
     seed: int = 0,
@@ -125,20 +116,20 @@ def import_files(
         DataError: a path with nothing there to read.
     """
     check_paths(paths)
-    report, columns = ImportReport(), columns or Columns()
+    report = ImportReport()
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
-        found, default = read_file(path, columns, report), columns.default_reward
-        rated = ((default if one.reward is None else one.reward, one) for one in found)
-        kept = _best(rated, num_best, min_reward, seed, report)
-        report.store(buffer, [trace for one in kept for trace in _traces(*one, name)])
+        traces: list[Trace] = []
+        for one in _best(read_file(path, report), num_best, min_reward, seed, report):
+            traces += _traces(one, name)
+        report.store(buffer, traces)
     return report
 
 
 def check_lines(path: Path) -> None:
     """Raises DataError for a file with a line that is not a trajectory, or without any."""
     report = ImportReport()
-    num = sum(1 for _ in read_file(path, Columns(), report))
+    num = sum(1 for _ in read_file(path, report))
     if report.problems:
         more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
         raise DataError(
@@ -182,14 +173,14 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
         yield from ((path, number, line) for number, line in enumerate(lines, start=1))
 
 
-def read_file(path: Path, columns: Columns, report: ImportReport) -> Iterator[Read]:
+def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
     """Yields the trajectories of a file or run folder; lines that are none are the report's
     problems."""
     for file, number, line in _lines(path):
         if not line.strip():
             continue
         try:
-            yield from _read_row(line.decode().strip(), file.stem, number, columns)
+            yield from _read_row(line.decode().strip(), file.stem, number)
         except _BAD_ROW as error:
             report.problems.append(Problem(file, number, _reason(error)))
 
@@ -202,8 +193,9 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _read_row(line: str, stem: str, number: int, columns: Columns) -> Iterator[Read]:
-    row, name = json.loads(line), f"{stem}:{number}"
+def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
+    row = json.loads(line)
+    name = f"{stem}:{number}"
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
@@ -221,10 +213,10 @@ def _read_row(line: str, stem: str, number: int, columns: Columns) -> Iterator[R
         question, contents = row["question"], read_trajectory(text)
     else:
         raise ValueError("neither messages, conversations, steps, text nor output")
-    reward = None if row.get(columns.reward) is None else float(row[columns.reward])
+    reward = None if row.get("reward") is None else float(row["reward"])
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, expected a finite number")
-    task_id = row.get(columns.task_id)
+    task_id = row.get("task_id")
     if not text_of(question, "question").strip():
         raise ValueError("an empty question")
     for place, content in enumerate(contents, start=1):
@@ -261,34 +253,40 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
 
 
 def _best(
-    found: Iterator[tuple[float, Read]],
-    num_best: int,
-    min_reward: float,
-    seed: int,
-    report: ImportReport,
-) -> list[tuple[float, Read]]:
+    found: Iterator[Read], num_best: int, min_reward: float, seed: int, report: ImportReport
+) -> list[Read]:
     """Returns the trajectories to keep, in the order of the file."""
-    kept: dict[str, list[tuple[tuple[float, int], int, tuple[float, Read]]]] = {}
-    free: list[tuple[int, tuple[float, Read]]] = []
-    for number, (reward, one) in enumerate(found):
+
+    def rank(numbered: tuple[int, Read]) -> tuple[float, int]:
+        one = numbered[1]
+        return -_reward(one), keyed_int(seed, "tie", one.task_id, one.name)
+
+    chosen: list[tuple[int, Read]] = []
+    groups: dict[str, list[tuple[int, Read]]] = {}
+    for number, one in enumerate(found):
         report.num_trajectories += 1
-        if reward <= min_reward:
+        if _reward(one) <= min_reward:
             report.num_too_low += 1
         elif not one.task_id:
-            free.append((number, (reward, one)))
+            chosen.append((number, one))
         else:
-            group = kept.setdefault(one.task_id, [])
-            rank = (-reward, keyed_int(seed, "tie", one.task_id, one.name))
-            group.append((rank, number, (reward, one)))
+            group = groups.setdefault(one.task_id, [])
+            group.append((number, one))
             # Sorted as they come, so that a long run's trees are never all in memory.
-            group.sort(key=lambda item: item[0])
+            group.sort(key=rank)
             report.num_surplus += len(group) > num_best
             del group[num_best:]
-    chosen = [*free, *((number, one) for group in kept.values() for _, number, one in group)]
-    return [one for _, one in sorted(chosen, key=lambda item: item[0])]
+    for group in groups.values():
+        chosen += group
+    chosen.sort(key=lambda numbered: numbered[0])
+    return [one for _, one in chosen]
 
 
-def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
+def _reward(found: Read) -> float:
+    return DEFAULT_REWARD if found.reward is None else found.reward
+
+
+def _traces(found: Read, source: str) -> Iterator[Trace]:
     # Files of one name in two folders have lines of one number; their contents tell their
     # trajectories apart.
     contents = repr((found.question, found.contents)).encode("utf-8", "replace")
@@ -297,7 +295,7 @@ def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
         found.task_id,
         found.question,
         found.contents,
-        reward=reward,
+        reward=_reward(found),
         source=source,
         trajectory=f"{found.name}:{digest}",
     )
@@ -461,41 +459,3 @@ def _body(arguments: Any) -> str:
         return values[0]
     # The text as it was written, where it was text: JSON made anew could differ in white space.
     return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
-
-
-def read_trace(line: str, number: int, defaults: Trace) -> Trace:
-    """Returns the trace of one line of JSON; fields that it leaves out are those of `defaults`.
-
-    Raises:
-        DataError: another shape.
-    """
-    known = ("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory")
-    try:
-        row = json.loads(line)
-        value = row["value"]
-        if unknown := [name for name in row if name not in known]:
-            raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
-        position = row.get("position", defaults.position)
-        # Not isinstance: JSON's true would count as the number 1.
-        if type(position) is not int:
-            raise ValueError(f"'position' is {position!r}, no whole number")
-        has_answer = isinstance(value, dict) and value.get("answer") is not None
-        terminal = row.get("terminal", defaults.terminal or has_answer)
-        if type(terminal) is not bool:
-            raise ValueError(f"'terminal' is {terminal!r}, no true or false")
-        return Trace(
-            key=text_of(row["key"], "key"),
-            value=value if isinstance(value, str) else read_steps([value])[0],
-            reward=float(row.get("reward", defaults.reward)),
-            source=text_of(row.get("source", defaults.source), "source"),
-            task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
-            position=position,
-            terminal=terminal,
-            trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
-        )
-    except _BAD_ROW as error:
-        raise DataError(
-            f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
-            " and a value",
-            code="trace-line-invalid",
-        ) from error
