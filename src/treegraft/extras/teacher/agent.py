@@ -10,7 +10,7 @@ from typing import Any
 from treegraft import SettingError, Task, ToolUnavailable
 from treegraft.extras.chat import ChatClient, ChatError, ChatReply, served_model
 from treegraft.extras.teacher.replies import InFields, InTags, plain_text
-from treegraft.parts import agents, interfaces, keyed
+from treegraft.parts import agents, judging, keyed
 
 AGENT = "buffer.build.agent"
 _REFUSES_REQUEST = (400, 413, 422)
@@ -128,21 +128,16 @@ class Teacher:
         await self._client.close()
 
 
-def teacher_of(
-    config: Any,
-    *,
-    tokenizer: Any,
-    tools: Sequence[interfaces.Tool],
-    toolbox: agents.SessionOpener,
-    format: interfaces.Format,
-) -> Teacher:
-    """Returns the teacher that [buffer.build] describes.
+def teacher_of(parts: judging.Parts) -> Teacher:
+    """Returns the teacher that [buffer.build] of a recipe describes.
 
     Raises:
         SettingError: an address or a key that cannot be used, or no package openai.
         ModelError: the server does not say which model it serves.
     """
-    own, words = config.buffer.build, config.format
+    # The table has the fields of `TeacherSettings` too.
+    own: Any = parts.config.buffer.build
+    config = parts.config
     key = _key_in(own.api_key_env)
     model = own.model
     if model is None:
@@ -155,23 +150,27 @@ def teacher_of(
         timeout_s=own.timeout_s,
         max_retries=own.max_retries,
     )
-    # The tools of a chat recipe are described by the server's template, as for its own agent.
-    way: InTags | InFields
-    if isinstance(format, agents.ChatFormat):
-        way = InFields(format, tools)
-    else:
-        tags = agents.TagsFormat(
-            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
-        )
-        # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-        way = InTags(tags, words.system_prompt or tags.system_prompt)
     limits = Limits(
         temperature=own.temperature,
         max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
         max_agent_steps=config.rollout.max_agent_steps,
         max_tool_calls=config.rollout.max_tool_calls,
     )
-    return Teacher(client, way, toolbox, limits, seed=config.run.seed, source=own.source or model)
+    source = own.source or model
+    return Teacher(client, _way(parts), parts.toolbox, limits, seed=config.run.seed, source=source)
+
+
+def _way(parts: judging.Parts) -> InTags | InFields:
+    tools = list(parts.toolbox.tools.values())
+    # The tools of a chat recipe are described by the server's template, as for its own agent.
+    if isinstance(parts.format, agents.ChatFormat):
+        return InFields(parts.format, tools)
+    words = parts.config.format
+    tags = agents.TagsFormat(
+        parts.tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
+    )
+    # A recipe whose own agent needs no words still has to explain the tags to a stranger.
+    return InTags(tags, words.system_prompt or tags.system_prompt)
 
 
 def _key_in(variable: str | None) -> str | None:

@@ -1,11 +1,11 @@
-"""The step that a server's reply holds: in the papers' tags, or as the calls and texts that chat
-models write, whatever the marks of the model's family."""
+"""The step that a server's reply holds: in the papers' tags, or as calls and texts in their own
+fields of the reply."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from treegraft import StepContent
@@ -13,12 +13,8 @@ from treegraft.extras.chat import ChatReply
 from treegraft.parts import Observation, agents, interfaces
 
 Message = dict[str, Any]
-_DECODER = json.JSONDecoder()
-_MARKS = r"<\|?tool_calls?\|?>|<\|python_tag\|>|\[TOOL_CALLS\]"
+_CALL_MARKS = re.compile(r"<\|?tool_calls?\|?>|<\|python_tag\|>|\[TOOL_CALLS\]")
 """Marks before a call, of Hermes and Qwen, Phi, Llama, Mistral."""
-_OPENED = re.compile(_MARKS)
-_BETWEEN = re.compile(rf"(?:{_MARKS}|</tool_calls?>|<\|/tool_calls?\|>|```\w*|[\s,;\[\]])*")
-_BEFORE_CALL = re.compile(rf"(?:{_MARKS}|```\w*|\[)\s*$")
 
 
 class InTags:
@@ -83,7 +79,7 @@ class InTags:
 
 class InFields:
     """Steps as the turns of a chat model: the request describes the tools, calls are in their own
-    field of the reply or as JSON anywhere in its text, thoughts apart or in tags."""
+    field of the reply, thoughts apart or in tags."""
 
     def __init__(self, format: agents.ChatFormat, tools: Sequence[interfaces.Tool]) -> None:
         """Takes the format that says how calls become a tool's input, and how answers look."""
@@ -93,8 +89,8 @@ class InFields:
         self._format = format
 
     def read(self, reply: ChatReply, place: int) -> tuple[StepContent, Message]:
-        """Returns the step of a reply, and the same as a message of the conversation. Text before
-        a call is its thought; text behind it is left out.
+        """Returns the step of a reply, and the same as a message of the conversation. Text beside
+        a call is its thought.
 
         Args:
             place: number of the reply in its conversation, for the ids of its calls.
@@ -108,22 +104,24 @@ class InFields:
             raise agents.Violation(f"a reply not in the format: {violation}") from None
 
     def _read(self, reply: ChatReply, place: int) -> tuple[StepContent, Message]:
-        thought, body = _split_thought(reply)
-        before, found = body, list(reply.calls)
-        if not found:
-            before, found = _calls_in(body)
-        if found:
-            calls = tuple(map(self._format.read_call, found))
-            fields = [_as_field(call, f"call{place:02d}{n:03d}") for n, call in enumerate(found)]
-            # In their own field, so that the server's template writes them in its own marks.
-            message = {"role": "assistant", "content": before.strip() or None, "tool_calls": fields}
-            return StepContent(thought=_joined(thought, before), calls=calls), message
+        inner, _, body = reply.text.rpartition(agents.THINK_CLOSING)
+        thought = _joined(reply.reasoning, inner.replace(agents.THINK_OPENING, ""))
+        if reply.calls:
+            calls = tuple(self._format.read_call(call) for call in reply.calls)
+            fields = [
+                {"id": f"call{place:02d}{number:03d}", "type": "function", "function": call}
+                for number, call in enumerate(reply.calls)
+            ]
+            message = {"role": "assistant", "content": body.strip() or None, "tool_calls": fields}
+            return StepContent(thought=_joined(thought, body), calls=calls), message
         if reply.is_cut:
             raise agents.Violation("cut at its limit of tokens")
         if agents.THINK_OPENING in body:
             raise agents.Violation(f"a thought without {agents.THINK_CLOSING}")
-        if opened := _OPENED.search(body):
-            raise agents.Violation(f"{opened[0]} without a call in JSON")
+        if opened := _CALL_MARKS.search(body):
+            raise agents.Violation(
+                f"{opened[0]} in its text; start the server with its parser of tool calls"
+            )
         if not body.strip():
             raise agents.Violation("neither a call nor an answer")
         before, answer = self._format.split_answer(body)
@@ -144,43 +142,5 @@ def plain_text(reply: ChatReply) -> str:
     return _joined(reply.reasoning, reply.text, *calls)
 
 
-def _split_thought(reply: ChatReply) -> tuple[str, str]:
-    """The thought of a reply, and the rest of its text."""
-    inner, _, body = reply.text.rpartition(agents.THINK_CLOSING)
-    return _joined(reply.reasoning, inner.replace(agents.THINK_OPENING, "")), body
-
-
 def _joined(*texts: str) -> str:
     return "\n".join(filter(None, map(str.strip, texts)))
-
-
-def _calls_in(text: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """The text before the first call in a text, and all calls, as JSON objects."""
-    calls: list[Mapping[str, Any]] = []
-    before, place, last = text, 0, 0
-    while (place := text.find("{", place)) >= 0:
-        try:
-            found, end = _DECODER.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            place += 1
-            continue
-        # OpenAI's own shape, as some models write it.
-        call = found.get("function", found)
-        if agents.is_call(call):
-            if calls and not _BETWEEN.fullmatch(text, last, place):
-                # Results that the model made up, and what it did with them.
-                break
-            before = before if calls else text[:place]
-            calls.append(call)
-            last = end
-        place = end
-    while calls and (mark := _BEFORE_CALL.search(before)):
-        before = before[: mark.start()]
-    return before, calls
-
-
-def _as_field(call: Mapping[str, Any], index: str) -> Message:
-    arguments = call.get("arguments", call.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call.get("name"), "arguments": text}
-    return {"id": index, "type": "function", "function": function}
