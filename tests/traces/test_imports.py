@@ -234,8 +234,8 @@ def test_results_of_parallel_calls_are_placed_by_their_ids() -> None:
     assert (results("c1"), results("", "")) == (["of c1"], ["of ", "of "])
     for ids, reason in (
         (("c1", "c3"), "the tool_call_id 'c3', expected one of .'c1', 'c2'."),
-        (("c1", "c1"), "a tool's message without a call"),
-        (("c2",), "a call without a result before one with a result"),
+        (("c1", "c1"), "two results of a call"),
+        (("c2",), "none before one with a result"),
     ):
         with pytest.raises(ValueError, match=reason):
             results(*ids)
@@ -263,7 +263,7 @@ def test_messages_with_tags() -> None:
         ([{"role": "user", "content": "q"}], "no steps"),
         (
             [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}],
-            "message 2 of the role 'user' is a second question",
+            "a second question, 'q'; expected one",
         ),
         (
             [{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}],

@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.keyed import keyed_int
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import (
+    SYSTEM_ROLES,
     Observation,
     Origin,
     Status,
@@ -52,8 +53,6 @@ _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recursi
 DEFAULT_REWARD = 1.0
 """Of rows without a reward."""
 _OPENING = re.compile(r"\s*<[a-z_]+>")
-_NO_RESULT = Observation(text="")
-"""At a call whose result has yet to come, by identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +335,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no
             steps.
     """
-    question: str | None = None
     steps: list[StepContent] = []
-    ids: list[str] = []
     # Texts in tags are gathered until the next call or the end: a result comes in the message after
     # its call.
     tagged: list[str] = []
@@ -348,45 +345,45 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             steps.extend(read_trajectory("\n".join(tagged)))
             tagged.clear()
 
-    last = max((n for n, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
-    for number, message in enumerate(messages):
-        role, text = message["role"], _message_text(message)
-        check_role(role, _KNOWN)
-        if role in ("system", "developer"):
-            continue
-        if question is None:
-            if role != "user":
-                raise ValueError(
-                    f"the first message has the role {role!r}, expected the user's question"
-                )
-            question = text
+    for message in messages:
+        check_role(message["role"], _KNOWN)
+    said = [one for one in messages if one["role"] not in SYSTEM_ROLES]
+    if not said:
+        raise ValueError("no question")
+    if said[0]["role"] != "user":
+        raise ValueError(
+            f"the first message has the role {said[0]['role']!r}, expected the user's question"
+        )
+    question = _message_text(said[0])
+    places = [n for n, one in enumerate(said) if one["role"] == "assistant"]
+    place = 0
+    while (place := place + 1) < len(said):
+        message = said[place]
+        role = message["role"]
+        text = _message_text(message)
+        if role == "assistant" and message.get("tool_calls"):
+            first = place + 1
+            while place + 1 < len(said) and said[place + 1]["role"] in ("tool", "function"):
+                place += 1
+            read_tags()
+            steps.append(_step_of_calls(message, text, said[first : place + 1]))
         elif role == "assistant":
-            content: StepContent | None = None
-            if message.get("tool_calls"):
-                content, ids = _step_of_calls(message, text), _call_ids(message)
-            elif number == last:
-                content = _final_step(message, text)
-            if content is None:
+            answer = _final_step(message, text) if place == places[-1] else None
+            if answer is None:
                 tagged.append(text)
             else:
                 read_tags()
-                steps.append(content)
-        elif role in ("tool", "function"):
-            before = steps.pop() if steps else StepContent()
-            steps.append(_with_result(before, ids, message, text))
+                steps.append(answer)
         elif role == "user" and tagged:
             result = text.strip().removeprefix("<information>").removesuffix("</information>")
             tagged.append(text if "<result>" in text else f"<result>{result}</result>")
+        elif role == "user":
+            raise ValueError(f"a second question, {text[:60]!r}; expected one question")
         else:
-            raise ValueError(
-                f"message {number + 1} of the role {role!r} is a second question; expected one"
-                " question"
-            )
+            raise ValueError("a tool's message without a call before it")
     read_tags()
-    if question is None or not steps:
-        raise ValueError("no question" if question is None else "no steps")
-    if any(one is _NO_RESULT for step in steps for one in step.observations):
-        raise ValueError("a call without a result before one with a result")
+    if not steps:
+        raise ValueError("no steps")
     return question, tuple(steps)
 
 
@@ -417,34 +414,31 @@ def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
     )
 
 
-def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
-    functions = [call["function"] for call in message["tool_calls"]]
-    calls = tuple(
-        ToolCall(text_of(one["name"], "name"), _body(one.get("arguments") or ""))
-        for one in functions
-    )
-    return StepContent(thought=_thought(message, text), calls=calls)
-
-
-def _call_ids(message: Mapping[str, Any]) -> list[str]:
-    """The ids of a message's calls; none where they do not tell the calls apart."""
-    ids = [call.get("id") for call in message["tool_calls"]]
-    return ids if all(ids) and len({*ids}) == len(ids) else []
-
-
-def _with_result(
-    step: StepContent, ids: Sequence[str], message: Mapping[str, Any], text: str
+def _step_of_calls(
+    message: Mapping[str, Any], text: str, results: list[Mapping[str, Any]]
 ) -> StepContent:
-    """The step with a result at the call that its id names; without ids at the next call."""
-    shown, named = [*step.observations], message.get("tool_call_id")
-    if ids and named and named not in ids:
-        raise ValueError(f"the tool_call_id {named!r}, expected one of {ids}")
-    place = ids.index(named) if ids and named else len(shown)
-    shown += [_NO_RESULT] * (place + 1 - len(shown))
-    if place >= len(step.calls) or shown[place] is not _NO_RESULT:
+    """The step of a message with calls, and of the messages with their results."""
+    calls: list[ToolCall] = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        body = _body(function.get("arguments") or "")
+        calls.append(ToolCall(text_of(function["name"], "name"), body))
+    ids = [call.get("id") for call in message["tool_calls"]]
+    names = [one.get("tool_call_id") for one in results]
+    # Without ids that tell the calls apart, results are in the order of the calls.
+    if all(ids) and len({*ids}) == len(ids) and all(names):
+        if unknown := [name for name in names if name not in ids]:
+            raise ValueError(f"the tool_call_id {unknown[0]!r}, expected one of {ids}")
+        results = sorted(results, key=lambda one: ids.index(one["tool_call_id"]))
+        if [one["tool_call_id"] for one in results] != ids[: len(results)]:
+            raise ValueError("two results of a call, or none before one with a result")
+    if len(results) > len(calls):
         raise ValueError("a tool's message without a call before it")
-    shown[place] = Observation(text=text)
-    return replace(step, observations=tuple(shown))
+    return StepContent(
+        thought=_thought(message, text),
+        calls=tuple(calls),
+        observations=tuple(Observation(text=_message_text(one)) for one in results),
+    )
 
 
 def _body(arguments: Any) -> str:
