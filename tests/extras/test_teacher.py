@@ -31,7 +31,7 @@ from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.extras import chat
 from treegraft.extras.chat import ChatClient, ChatReply, api_root, served_model
 from treegraft.extras.teacher.agent import Limits, Teacher
-from treegraft.extras.teacher.replies import InFields, InTags
+from treegraft.extras.teacher.replies import TagProtocol, ToolCallProtocol
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.settings.explore import BuildSettings
@@ -74,16 +74,16 @@ def teacher(
     url: str, limits: Limits | None = None, *, tools: Any = None, **options: Any
 ) -> Teacher:
     """A teacher that is asked in tags."""
-    way = InTags(format(), "be good")
+    protocol = TagProtocol(format(), "be good")
     box = toolbox(tools or world().tools())
     asked = client(url, **options)
-    return Teacher(asked, way, box, limits or Limits(), seed=0, source="server")
+    return Teacher(asked, protocol, box, limits or Limits(), seed=0, source="server")
 
 
 def chat_teacher(url: str) -> Teacher:
     """A teacher whose requests describe the tools."""
-    way = InFields(form_of("qwen3", require_think=False), TOOLS)
-    return Teacher(client(url), way, toolbox(TOOLS), Limits(), seed=0, source="server")
+    protocol = ToolCallProtocol(form_of("qwen3", require_think=False), TOOLS)
+    return Teacher(client(url), protocol, toolbox(TOOLS), Limits(), seed=0, source="server")
 
 
 def solve(agent: Teacher, task: Task, sample: int = 0) -> Attempt:
@@ -185,9 +185,11 @@ def test_it_acts_in_environments_of_its_own() -> None:
     worlds = rooms.environments(rooms.KeyDoor)
     form = TagsFormat(rooms.word_tokenizer(), worlds.kind.tools, system_prompt="")
     with serving(lambda body, n: said(replies[n])) as (url, seen):
-        way = InTags(form, "")
+        protocol = TagProtocol(form, "")
         box = rooms.make_toolbox(worlds)
-        attempt = solve(Teacher(client(url), way, box, Limits(), seed=0, source="s"), rooms.TASK)
+        attempt = solve(
+            Teacher(client(url), protocol, box, Limits(), seed=0, source="s"), rooms.TASK
+        )
     assert attempt.error is None and attempt.environment_reward == 1.0
     assert [one.observations[0].text for one in attempt.contents[:3]] == ["w1 1", "w1 2", "w1 3"]
     assert seen[0]["messages"][0]["content"] == "w0\nw3"
@@ -424,18 +426,18 @@ def test_what_each_family_says_reaches_the_buffer(family: str) -> None:
     assert result == {"role": "tool", "tool_call_id": field["id"], "content": "about r2 of e9"}
 
 
-def in_fields(**options: Any) -> InFields:
-    return InFields(form_of("qwen3", require_think=False, **options), TOOLS)
+def in_fields(**options: Any) -> ToolCallProtocol:
+    return ToolCallProtocol(form_of("qwen3", require_think=False, **options), TOOLS)
 
 
 def test_several_calls() -> None:
-    way = in_fields()
+    protocol = in_fields()
     other = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-    content, message = way.read(ChatReply("", calls=(CALL, other)), 3)
+    content, message = protocol.read(ChatReply("", calls=(CALL, other)), 3)
     assert [one.name for one in content.calls] == ["search", "add"]
     assert json.loads(content.calls[1].body) == {"a": 1, "b": 2}
     assert [one["id"] for one in message["tool_calls"]] == ["call03000", "call03001"]
-    results = way.results(message, [Observation(text="x"), Observation(text="y")])
+    results = protocol.results(message, [Observation(text="x"), Observation(text="y")])
     assert [one["tool_call_id"] for one in results] == ["call03000", "call03001"]
 
 
@@ -471,7 +473,7 @@ def test_an_answer_needs_the_box_only_if_the_recipe_does() -> None:
     ],
 )
 def test_text_before_a_tag_is_the_thought(text: str, thought: str) -> None:
-    content, _ = InTags(format(), "").read(ChatReply(text), 0)
+    content, _ = TagProtocol(format(), "").read(ChatReply(text), 0)
     assert content.thought == thought
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from treegraft import SettingError, Task, ToolUnavailable
 from treegraft.extras.chat import ChatClient, ChatError, ChatReply, served_model
-from treegraft.extras.teacher.replies import InFields, InTags, plain_text
+from treegraft.extras.teacher.replies import TagProtocol, ToolCallProtocol, plain_text
 from treegraft.parts import agents, judging, keyed
 
 AGENT = "buffer.build.agent"
@@ -34,7 +34,7 @@ class Teacher:
     def __init__(
         self,
         client: ChatClient,
-        way: InTags | InFields,
+        protocol: TagProtocol | ToolCallProtocol,
         toolbox: agents.SessionOpener,
         limits: Limits,
         *,
@@ -42,14 +42,14 @@ class Teacher:
         source: str,
     ) -> None:
         """Args:
-        way: how steps are asked for and read.
+        protocol: how steps are requested and read.
         toolbox: runs the calls; stays the caller's to close.
         seed: of the requests.
         source: the teacher's name in the buffer.
         """
         self.source = source
         self._client = client
-        self._way = way
+        self._protocol = protocol
         self._toolbox = toolbox
         self._limits = limits
         self._seed = seed
@@ -70,8 +70,9 @@ class Teacher:
             return replace(attempt, environment_reward=reward, question=question)
 
     async def _attempt(self, task: Task, sample: int, session: agents.Session) -> agents.Attempt:
-        limits, way = self._limits, self._way
-        messages: list[Mapping[str, Any]] = [*task.conversation(way.system_prompt)]
+        limits = self._limits
+        protocol = self._protocol
+        messages: list[Mapping[str, Any]] = [*task.conversation(protocol.system_prompt)]
         made = agents.Attempt()
         num_calls = 0
         for number in range(limits.max_agent_steps):
@@ -86,7 +87,7 @@ class Teacher:
                 num_tokens=(read + reply.num_tokens[0], written + reply.num_tokens[1]),
             )
             try:
-                content, message = way.read(reply, number)
+                content, message = protocol.read(reply, number)
             except agents.Violation as violation:
                 return replace(made, error=str(violation), refused=plain_text(reply))
             if content.answer is not None:
@@ -101,7 +102,7 @@ class Teacher:
                 return replace(made, error=str(error))
             done = replace(content, observations=tuple(shown))
             made = replace(made, contents=(*made.contents, done))
-            messages += [message, *way.results(message, shown)]
+            messages += [message, *protocol.results(message, shown)]
         return replace(made, error=f"no answer within {limits.max_agent_steps} steps")
 
     async def _reply(
@@ -113,14 +114,14 @@ class Teacher:
             temperature=self._limits.temperature,
             max_tokens=self._limits.max_reply_tokens,
             seed=seed,
-            stop=self._way.stop,
-            tools=self._way.tools,
+            stop=self._protocol.stop,
+            tools=self._protocol.tools,
         )
 
     def _is_outage(self, error: ChatError) -> bool:
         """A request refused for its length, say, tells nothing about the next task's. One refused
         for its tools does: vLLM without a parser of calls refuses all of them."""
-        refuses_tools = bool(self._way.tools) and "tool" in str(error).lower()
+        refuses_tools = bool(self._protocol.tools) and "tool" in str(error).lower()
         return error.status not in _REFUSES_REQUEST or refuses_tools
 
     async def close(self) -> None:
@@ -157,20 +158,22 @@ def teacher_of(parts: judging.Parts) -> Teacher:
         max_tool_calls=config.rollout.max_tool_calls,
     )
     source = own.source or model
-    return Teacher(client, _way(parts), parts.toolbox, limits, seed=config.run.seed, source=source)
+    return Teacher(
+        client, _protocol(parts), parts.toolbox, limits, seed=config.run.seed, source=source
+    )
 
 
-def _way(parts: judging.Parts) -> InTags | InFields:
+def _protocol(parts: judging.Parts) -> TagProtocol | ToolCallProtocol:
     tools = list(parts.toolbox.tools.values())
     # The tools of a chat recipe are described by the server's template, as for its own agent.
     if isinstance(parts.format, agents.ChatFormat):
-        return InFields(parts.format, tools)
+        return ToolCallProtocol(parts.format, tools)
     words = parts.config.format
     tags = agents.TagsFormat(
         parts.tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
     )
     # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-    return InTags(tags, words.system_prompt or tags.system_prompt)
+    return TagProtocol(tags, words.system_prompt or tags.system_prompt)
 
 
 def _key_in(variable: str | None) -> str | None:

@@ -17,7 +17,7 @@ _CALL_MARKS = re.compile(r"<\|?tool_calls?\|?>|<\|python_tag\|>|\[TOOL_CALLS\]")
 """Marks before a call, of Hermes and Qwen, Phi, Llama, Mistral."""
 
 
-class InTags:
+class TagProtocol:
     """Steps in the papers' tags, which the system prompt explains."""
 
     def __init__(self, format: agents.TagsFormat, system_prompt: str) -> None:
@@ -70,14 +70,15 @@ class InTags:
         opening = self._opening.search(text)
         if opening is None:
             return text
-        before, rest = text[: opening.start()], text[opening.start() :]
+        before = text[: opening.start()]
+        rest = text[opening.start() :]
         thought = _joined(*re.split(f"{agents.THINK_OPENING}|{agents.THINK_CLOSING}", before))
         if not thought:
             return text
         return f"{agents.THINK_OPENING}\n{thought}\n{agents.THINK_CLOSING}\n{rest}"
 
 
-class InFields:
+class ToolCallProtocol:
     """Steps as the turns of a chat model: the request describes the tools, calls are in their own
     field of the reply, thoughts apart or in tags."""
 
