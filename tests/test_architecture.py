@@ -74,9 +74,9 @@ ROOMS = {
 }
 """Every entry of the package, from the bottom up, and which others it may import."""
 
-SHARED = ("extras.hosts",)
-"""What adapters of several trainers share; like an extension, it imports the public face alone. The
-core has no word for another trainer, and each adapter would otherwise say the same of recipes."""
+SHARED = ("extras.hosts", "extras.chat")
+"""What adapters of several trainers share, and requests to chat models; like an extension, each
+imports the public face alone. The core has no word for either."""
 BORDER = "treegraft.extras"
 """What nothing below imports: it is found by name, in `core.registry`."""
 

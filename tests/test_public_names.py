@@ -240,6 +240,7 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
         Finding,
         RunReader,
         Trained,
+        agents,
         commands,
         files,
         judging,
@@ -275,6 +276,7 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     builds = recipe.merged(tables, {"buffer": {"build": {"agent": "expert", "num_samples": 2}}})
     build = BufferBuild(load_config(builds), folder / "expert.sqlite")
     assert build.report.num_attempts == 0  # `run` does the work
+    assert agents.Attempt(error="no answer").contents == ()
     assert judging.TraceFile and judging.Parts  # of work on stored trajectories
     assert packages.lacking("it", "mcp") == "" or "pip install" in packages.lacking("it", "mcp")
     assert commands.Overrides and recipe.flatten({"a": {"b": 1}}) == {"a.b": 1}

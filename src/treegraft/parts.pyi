@@ -5,7 +5,6 @@ from treegraft.algo import objectives as objectives
 from treegraft.assemble import assemble_engine as assemble_engine
 from treegraft.cli import commands as commands
 from treegraft.core import addresses as addresses
-from treegraft.core import chat_client as chat_client
 from treegraft.core import errors as errors
 from treegraft.core import files as files
 from treegraft.core import interfaces as interfaces
@@ -69,6 +68,7 @@ from treegraft.tools.own_thread import run_in_thread as run_in_thread
 from treegraft.tools.search.encoders import build_encoder as build_encoder
 from treegraft.tools.search.lexical import best_texts as best_texts
 from treegraft.tools.search.tool import open_corpus as open_corpus
+from treegraft.traces import agents as agents
 from treegraft.traces import judging as judging
 from treegraft.traces import remote as remote
 from treegraft.traces.fill import BufferBuild as BufferBuild

@@ -6,16 +6,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.tiny import tiny, write_recipe
-from tests.traces.test_agents import expert_text, said, serving
 
 from treegraft.cli import main as cli
 from treegraft.cli.build import RETIRED
@@ -149,69 +146,6 @@ def test_overrides_shape_the_build(
         assert list(buffer.stats().sources) == ["liar"]
 
 
-def test_a_server_builds_beside_the_expert(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, tasks = tmp_path / "b", world()
-    shared = ("build", recipe, out, *FEW, "buffer.build.num_tasks=3")
-    assert treegraft(*shared) == 0
-    with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
-        asked = ("agent=" + url, "temperature=0.5", "max_concurrent=2")
-        assert treegraft(*shared, *(f"buffer.build.{one}" for one in asked)) == 0
-    text = capsys.readouterr().out
-    assert "6, 0 failed" in text
-    assert {request["temperature"] for request in seen} == {0.5}
-    # The recipe sends its own agent no words; a stranger is told the tags.
-    assert "<search>...</search> Looks up one fact." in seen[0]["messages"][0]["content"]
-    with TraceBuffer.open_as_built(out) as buffer:
-        stats = buffer.stats()
-    assert {name: one.num_traces for name, one in stats.sources.items()} == {
-        "expert": 7,
-        "little": 7,
-    }
-
-
-def test_what_asking_costs_and_what_was_refused_is_printed(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tasks = world()
-
-    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        good = len(body["messages"]) > 2 or number % 2
-        status, found = said(expert_text(tasks, body) if good else "Sorry, I cannot help.")
-        return status, {**found, "usage": {"prompt_tokens": 1000, "completion_tokens": 200}}
-
-    with serving(reply) as (url, seen):
-        asked = (f"agent={url}", "model=m", "max_concurrent=1", "num_tasks=2")
-        prices = ("price_read=2.5", "price_written=10")
-        settings = [f"buffer.build.{one}" for one in (*asked, *prices)]
-        assert treegraft("build", recipe, tmp_path / "b", *FEW, *settings) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "2 tasks x 2 attempts: at most" in text
-    num = len(seen)
-    # By hand: 2.5 and 10 a million.
-    cost = num * (1000 * 2.5 + 200 * 10) / 1e6
-    assert f"{num} requests, {num * 1000:,} tokens read and {num * 200:,} written" in text
-    assert f"at a cost of {cost:.2f}" in text
-    assert "Sorry, I cannot help." in text
-    assert "of the attempts" in text
-
-
-def test_a_server_that_went_down_is_an_error_after_the_counts(
-    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(lambda *_: (503, {})) as (url, _):
-        asked = (f"agent={url}", "model=m", "max_retries=0", "num_samples=16")
-        settings = ["buffer.encoder=hashing", *(f"buffer.build.{one}" for one in asked)]
-        assert treegraft("build", recipe, tmp_path / "b", *settings) == 1
-    ended = capsys.readouterr()
-    assert "32 x HTTP 503" in ended.out
-    # The test's own server writes there too where a client leaves it early.
-    told = ended.err[ended.err.index("error: ") :]
-    assert "agent 'm' was not reached 32 times in a row; the last: HTTP 503" in told
-    assert "Traceback" not in told
-
-
 @pytest.mark.smoke
 def test_a_checkpoint_answers(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -247,37 +181,7 @@ def test_a_checkpoint_answers(
         assert a.fingerprint() == b.fingerprint()
 
 
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_recipe(tmp_path / "recipe.json", tiny(tasks={**EASY, "num_train": 200}))
-    tasks = SearchWorld(
-        SearchWorldSettings(**EASY["search_world"]), seed=3, num_train=200, num_eval=4
-    )
-
-    def interrupting(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        if number == 40:
-            os.kill(os.getpid(), signal.SIGINT)
-        return said(expert_text(tasks, body))
-
-    build = ("build", recipe, tmp_path / "b", *FEW, "buffer.build.max_concurrent=2")
-    with serving(interrupting) as (url, _):
-        assert treegraft(*build, f"buffer.build.agent={url}") == 130
-    ended = capsys.readouterr()
-    assert "stopped; the finished tasks are in" in ended.err
-    with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
-        done, num_traces = buffer.stats().num_tasks, len(buffer)
-    assert 0 < done < 200
-    assert num_traces == 2 * done
-    assert f"{num_traces} new" in ended.out
-    with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):
-        asked = (f"buffer.build.agent={url}", f"buffer.build.num_tasks={done + 2}")
-        assert treegraft(*build, *asked, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["num_skipped"], report["num_tasks"], report["source"]) == (done, 2, "only")
-
-
-def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, into = tmp_path / "rows.jsonl", tmp_path / "b"
     rows.write_text(
         '{"question": "q ?", "text":'
@@ -293,24 +197,6 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads(capsys.readouterr().out)
     assert (report["num_new"], report["num_trajectories"], len(report["problems"])) == (0, 12, 12)
 
-    one = '{"key": "r2 of e9 ?", "value": "look it up", "task_id": "t"}'
-    assert treegraft("add", into, stdin=one) == 0
-    assert "1 new, 0 there already, 3 in all" in capsys.readouterr().out
-    lines = (
-        '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a",'
-        ' "body": "b"}]}}\n'
-    )
-    assert treegraft("add", into, "--json", stdin=lines) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "num_new": 2,
-        "num_duplicates": 0,
-        "num_traces": 5,
-    }
-    # JSON may hold the line breaks of other alphabets as they are.
-    one = '{"key": "who\u2028knows\u0085?", "value": "look it up"}\r\n'
-    assert treegraft("add", into, stdin=one) == 0
-    assert "1 new, 0 there already, 6 in all" in capsys.readouterr().out
-
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
@@ -323,36 +209,14 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
             2,
             "nothing was imported into b",
         ),
-        (
-            ("add", "b", "--key", "k"),
-            2,
-            "--key is gone since 0.8; write it as a field of JSON, echo",
-        ),
-        (("add", "b", "buffer.path=c"), 2, "`treegraft buffer add` takes notice of buffer.encoder"),
         (("import", "good.jsonl", "learn.lr=1", "--into", "b"), 2, "'learn.lr=1' would have no"),
         (("import", "x", "--keep", "2"), 2, "write buffer.build.num_best=2 instead"),
         (("import", "x", "--min-reward=0"), 2, "write buffer.build.min_reward=0 instead"),
-        (("add", "b"), 2, "stdin: got no line"),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
-        (
-            ("build", "recipe.json", "b", "buffer.build.agent=ftp://h"),
-            2,
-            "is not the address of a server",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.model=m"),
-            2,
-            "buffer.build.agent is 'expert', not the URL of a server",
-        ),
         (
             ("build", "recipe.json", "b", "buffer.build.temperature=1"),
             2,
             "neither a server nor a model",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.agent=./no", "buffer.build.max_retries=1"),
-            2,
-            "'buffer.build.max_retries' would have no effect",
         ),
         (("build", "recipe.json", "b", "buffer.build.agent=./no"), 2, "there is no such folder"),
         (
@@ -364,22 +228,6 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
             ("build", "recipe.json", "b", "buffer.build.agent=some/where/else"),
             2,
             "no such folder, nor 'some/where'",
-        ),
-        (
-            ("build", "recipe.json", "b", "buffer.build.agent=http://127.0.0.1:9"),
-            2,
-            "the server did not say what it serves",
-        ),
-        (
-            (
-                "build",
-                "recipe.json",
-                "b",
-                "buffer.build.agent=http://h",
-                "buffer.build.api_key_env=NO_KEY",
-            ),
-            2,
-            "NO_KEY: that environment",
         ),
         (("build", "recipe.json", "b", "buffer.encoder=hashin"), 2, "hashin"),
         (("build", "recipe.json", "b", "learn.rl=1"), 2, "learn.rl"),
@@ -425,43 +273,9 @@ def test_bad_input_is_one_paragraph(
     assert not list(Path().glob("b*"))  # nothing half-made is left behind
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            '{"key": "k", "value": "v", "terminal": "false"}',
-            "'terminal' is 'false', no true or false",
-        ),
-        ('{"key": "k", "value": "v", "position": 2.7}', "'position' is 2.7, no whole number"),
-        (
-            '{"key": "k", "value": "v", "terminla": true}',
-            "an unknown field 'terminla'. Did you mean 'terminal'?",
-        ),
-        ('{"key": "k"}', "no 'value'"),
-    ],
-)
-def test_a_line_that_is_no_trace_is_refused(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    lines = '{"key": "k", "value": "v"}\n' + line
-    assert treegraft("add", tmp_path / "b", HASHING, stdin=lines) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "stdin, line 2" in error and message in error
-    assert not list(tmp_path.glob("b*"))
-
-
 def test_every_option_that_is_gone_names_a_setting_that_there_is() -> None:
     for option, instead in RETIRED.items():
         assert option == "--out" or instead.removesuffix("={}") in known_settings()
-
-
-def test_an_empty_value_is_refused(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = '{"key": "k", "value": " "}'
-    assert treegraft("add", tmp_path / "b", HASHING, stdin=line) == 2
-    assert "its value is empty" in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.glob("b*"))
 
 
 def test_the_best_of_each_task_are_imported(treegraft: Run, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support.chat_server import said, serving
 from tests.support.corpus import DATA
 from tests.support.error_codes import raises_code
 from tests.support.forked import Forked
 from tests.support.slow_learner import example_trees
 from tests.support.tiny import tiny, write_recipe
-from tests.traces.test_agents import said, serving
 
 from treegraft.core.types import Status, Task, Tree
 from treegraft.extras.suites import command
@@ -597,7 +597,7 @@ def test_a_judge_is_asked_once_and_its_disagreement_told(
     with serving(
         lambda body, _: said(f"Because.\nVERDICT: {verdict_of(body)}"), models=["referee"]
     ) as (url, seen):
-        judge = JudgeSettings(url=url, model="referee", api_key="secret", backoff_s=0.01)
+        judge = JudgeSettings(url=url, model="referee", api_key="secret")
         found = evaluated(agent, tmp_path / "e", judge=judge).report
         assert found is not None and found.judge_model == "referee"
         num_asked = len(seen)
@@ -654,7 +654,7 @@ def test_a_judge_that_cannot_be_reached_loses_nothing(
         url,
         _,
     ):
-        judge = JudgeSettings(url=url, model="m", max_retries=1, backoff_s=0.01, max_concurrent=1)
+        judge = JudgeSettings(url=url, model="m", max_retries=1, max_concurrent=1)
         with raises_code("judge-failed"):
             evaluated(agent, tmp_path / "e", judge=judge)
     assert len(EvalFolder(tmp_path / "e").verdicts()) == 2

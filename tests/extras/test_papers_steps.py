@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.chat_server import said, serving
 from tests.support.pages import PAGES, ROOT
-from tests.traces.test_agents import said, serving
 
 from treegraft.cli import main as cli
 from treegraft.core.listener import address_of, listen

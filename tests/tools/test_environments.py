@@ -27,7 +27,6 @@ from tests.support.worlds import (
     OneThread,
     ReplayedKeyDoor,
 )
-from tests.traces.test_agents import serving, solve
 
 from treegraft.core.types import (
     BranchCause,
@@ -57,7 +56,6 @@ from treegraft.tools.build import open_environments
 from treegraft.tools.environments.own import ClassEnvironments, EnvironmentTool, capability_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
 ANSWER = "<answer>\\boxed{ w9 }</answer>"
@@ -755,27 +753,6 @@ def test_the_threads_of_a_tree_end_with_it() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before
-
-
-# ---------------------------------------------------------------------- other agents
-
-
-def test_an_endpoint_acts_in_environments_of_its_own() -> None:
-    """What it does and earns there goes into the Step-Trace Buffer."""
-    replies = iter([f"<think>hm</think>{one}" for one in (*WAY_IN, ANSWER)])
-
-    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
-        return 200, {"choices": [{"message": {"content": next(replies)}, "finish_reason": "stop"}]}
-
-    worlds = environments(KeyDoor)
-    form = TagsFormat(word_tokenizer(), worlds.kind.tools, system_prompt="")
-    with serving(reply) as (url, seen):
-        settings = EndpointSettings(url=url, model="m", system_prompt="")
-        agent = EndpointAgent(settings, form, make_toolbox(worlds), seed=0, source="server")
-        attempt = solve(agent, TASK)
-    assert attempt.error is None and attempt.environment_reward == 1.0
-    assert [one.observations[0].text for one in attempt.contents[:3]] == ["w1 1", "w1 2", "w1 3"]
-    assert seen[0]["messages"][0]["content"] == "w0\nw3"
 
 
 # ---------------------------------------------------------------------- the three ways agree

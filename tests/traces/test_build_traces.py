@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 
+from treegraft.core.errors import EngineError
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
@@ -348,3 +349,19 @@ def test_a_step_that_the_format_cannot_say_is_still_scored() -> None:
     tree = attempts_tree(format(), task, [[other, StepContent(answer=task.reference[0])]])
     assert tree.steps[1].origin is Origin.POLICY
     assert asyncio.run(SCORER(tree)).leaves[0].reward == 1.0
+
+
+def test_half_of_the_replies_refused_ends_the_build(tmp_path: Path) -> None:
+    def numbered(num_refused: int) -> Numbered:
+        refused = {
+            n: Attempt(error=f"reason {n % 5}", refused=f"Sorry {n}", num_requests=1)
+            for n in range(num_refused)
+        }
+        return Numbered(set(range(16)), refused)
+
+    report = BuildReport()
+    with pytest.raises(EngineError, match=r"18 of 32 attempts ended .* more than half"):
+        build(tmp_path / "a", numbered(9), num_samples=16, report=report)
+    assert report.refused == {f"reason {n}": f"Sorry {n}" for n in range(3)}
+    half, _ = build(tmp_path / "b", numbered(8), num_samples=16)
+    assert (half.num_refused, half.num_attempts) == (48, 96)

@@ -31,12 +31,10 @@ from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.tree_files import write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.imports import (
-    Columns,
     ImportReport,
     import_files,
     read_messages,
     read_steps,
-    read_trace,
 )
 
 
@@ -236,8 +234,8 @@ def test_results_of_parallel_calls_are_placed_by_their_ids() -> None:
     assert (results("c1"), results("", "")) == (["of c1"], ["of ", "of "])
     for ids, reason in (
         (("c1", "c3"), "the tool_call_id 'c3', expected one of .'c1', 'c2'."),
-        (("c1", "c1"), "a tool's message without a call"),
-        (("c2",), "a call without a result before one with a result"),
+        (("c1", "c1"), "two results of a call"),
+        (("c2",), "none before one with a result"),
     ):
         with pytest.raises(ValueError, match=reason):
             results(*ids)
@@ -265,7 +263,7 @@ def test_messages_with_tags() -> None:
         ([{"role": "user", "content": "q"}], "no steps"),
         (
             [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}],
-            "message 2 of the role 'user' is a second question",
+            "a second question, 'q'; expected one",
         ),
         (
             [{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}],
@@ -338,19 +336,18 @@ def test_reward_task_and_source_of_rows(tmp_path: Path) -> None:
 
     rows = [
         row(0),
-        row(1, score=0.25, qid=7),
-        row(2, score=0.75, qid=7),
-        row(3, score=0.5, qid=7),
-        row(4, score=-1.0, qid=8),
-        row(5, score=None, qid="x"),
+        row(1, reward=0.25, task_id=7),
+        row(2, reward=0.75, task_id=7),
+        row(3, reward=0.5, task_id=7),
+        row(4, reward=-1.0, task_id=8),
+        row(5, reward=None, task_id="x"),
     ]
-    columns = Columns(reward="score", task_id="qid", default_reward=0.5)
-    report, traces = load(tmp_path, rows, columns=columns, num_best=2)
+    report, traces = load(tmp_path, rows, num_best=2)
     assert [(t.key, t.reward, t.task_id, t.source) for t in traces] == [
-        ("q 0 ?", 0.5, "", "rows"),
+        ("q 0 ?", 1.0, "", "rows"),
         ("q 2 ?", 0.75, "7", "rows"),
         ("q 3 ?", 0.5, "7", "rows"),
-        ("q 5 ?", 0.5, "x", "rows"),
+        ("q 5 ?", 1.0, "x", "rows"),
     ]
     assert (report.num_trajectories, report.num_surplus, report.num_too_low, report.num_new) == (
         6,
@@ -470,39 +467,3 @@ def test_a_path_with_nothing_to_read_is_refused_before_any_work(
         with raises_code(code):
             import_files([good, tmp_path / name], buffer)
         assert len(buffer) == 0
-
-
-# One trace
-
-DEFAULTS = Trace(
-    key="", value="", reward=0.5, source="hand", task_id="", position=0, terminal=False
-)
-
-
-def test_one_trace_from_a_line() -> None:
-    text = read_trace('{"key": "q ?", "value": "look it up"}', 1, DEFAULTS)
-    assert (text.value, text.reward, text.source, text.terminal) == (
-        "look it up",
-        0.5,
-        "hand",
-        False,
-    )
-    whole = read_trace(
-        '{"key": "q ?", "value": {"answer": "1"}, "position": 2, "task_id": "t", "reward": 1}',
-        1,
-        DEFAULTS,
-    )
-    assert (whole.value, whole.terminal, whole.position, whole.task_id) == (
-        StepContent(answer="1"),
-        True,
-        2,
-        "t",
-    )
-
-
-@pytest.mark.parametrize(
-    "line", ["", "{}", '{"key": "q"}', '{"key": 1, "value": "x"}', '{"key": "q", "value": 7}', "[]"]
-)
-def test_a_line_that_is_no_trace_is_refused(line: str) -> None:
-    with raises_code("trace-line-invalid"):
-        read_trace(line, 3, DEFAULTS)

@@ -1,10 +1,9 @@
-"""`treegraft buffer import | add | stats | search`: the Step-Trace Buffer on the command line;
+"""`treegraft buffer import | stats | search`: the Step-Trace Buffer on the command line;
 `build` is in build.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -16,7 +15,6 @@ import typer
 from treegraft.cli.commands import (
     AsJson,
     BufferOrRun,
-    Overrides,
     command_without,
     print_rows,
     say,
@@ -77,6 +75,9 @@ _OF_IMPORT_BEFORE = {
     "--source": "buffer.build.source={}",
     "--keep": "buffer.build.num_best={}",
     "--min-reward": "buffer.build.min_reward={}",
+    "--reward": 'it as "reward" in each row',
+    "--reward-column": 'the name "reward" in each row',
+    "--task-column": 'the name "task_id" in each row',
 }
 
 
@@ -94,18 +95,16 @@ def import_traces(
         Path,
         typer.Option(metavar="BUFFER", help="File of the buffer; created if it does not exist."),
     ],
-    reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
-    reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
-    task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
     as_json: AsJson = False,
 ) -> None:
     """Add trajectories from files, the best of each task.
 
-    Reports lines that cannot be read and imports the others. An agent has the name of its file,
-    unless buffer.build.source says another.
+    Reports lines that cannot be read and imports the others. A row may have a "task_id" and a
+    "reward", which is 1 if it has none. An agent has the name of its file, unless
+    buffer.build.source says another.
     """
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.imports import Columns, check_paths, import_files
+    from treegraft.traces.imports import check_paths, import_files
 
     places, overrides = split_overrides(words)
     config = settings_alone(overrides, "buffer import", OF_IMPORT, {})
@@ -113,13 +112,11 @@ def import_traces(
     min_reward = own.min_reward
     # Before the buffer is opened, which would make its file.
     check_paths(files)
-    columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
     with no_empty_file(into), TraceBuffer(into, _encoder_for(into, config)) as buffer:
         report = import_files(
             files,
             buffer,
             source=own.source,
-            columns=columns,
             num_best=own.num_best,
             min_reward=min_reward,
         )
@@ -167,44 +164,6 @@ def _encoder_for(path: Path, config: Config) -> str | None:
     buffer that exists, and the default for a new one."""
     is_typed = "encoder" in config.buffer.model_fields_set
     return None if path.expanduser().exists() and not is_typed else config.buffer.encoder
-
-
-_IN_JSON = """echo '{{"key": "...", "value": "..."}}' | treegraft buffer add BUFFER"""
-_OF_ADD_BEFORE = dict.fromkeys(
-    ("--key", "--value", "--reward", "--source", "--task", "--position", "--terminal"),
-    f"it as a field of JSON, {_IN_JSON},",
-)
-
-
-@buffer_app.command(cls=command_without({"--encoder": "buffer.encoder={}"} | _OF_ADD_BEFORE))
-def add(buffer: BufferFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Add one trace per line of JSON from stdin.
-
-    A line has "key" (question and earlier steps), "value" (text, or a step of "thought", "calls",
-    "observations", "answer"), and may have "reward" (1), "source" ("hand"), "task_id", "position"
-    (steps before it), "terminal" (it has the final answer) and "trajectory".
-    """
-    from treegraft.core.types import Trace
-    from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.imports import read_trace
-
-    config = settings_alone(overrides or [], "buffer add", (ENCODER,), {})
-    defaults = Trace(
-        key="", value="", reward=1.0, source="hand", task_id="", position=0, terminal=False
-    )
-    lines = [line for line in sys.stdin if line.strip()]
-    traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
-    if not traces:
-        raise DataError("stdin: got no line; expected JSON of a trace on each.", code="stdin-empty")
-    with no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, config)) as opened:
-        num_new = opened.add(traces)
-        num_traces = len(opened)
-    old = len(traces) - num_new
-    if as_json:
-        print(json.dumps({"num_new": num_new, "num_duplicates": old, "num_traces": num_traces}))
-    else:
-        counts = f"{num_new} new, {old} there already, {num_traces} in all"
-        print_rows(str(buffer), {"traces": counts})
 
 
 @buffer_app.command()

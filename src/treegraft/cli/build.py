@@ -138,7 +138,6 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     if as_json:
         values = asdict(report) | {"failures": dict(report.failures)}
         del values["reward_sum"]
-        values["cost"] = report.cost(work.settings)
         values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
         print(json.dumps(values | {"is_stopped": work.is_stopped}))
         return
@@ -156,15 +155,12 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
             f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
         )
     if report.num_requests:
-        cost = report.cost(work.settings)
         rows["asked"] = (
             f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"
-            f" {report.num_written:,} written{f', at a cost of {cost:,.2f}' if cost else ''}"
+            f" {report.num_written:,} written"
         )
         refused = report.num_refused / max(1, report.num_attempts)
         rows["refused"] = f"{report.num_refused} replies, of {refused:.0%} of the attempts"
-    if work.tools_refused:
-        rows["in tags"] = f"the server takes no tools: {plain(work.tools_refused, 200)}"
     for number, (reason, text) in enumerate(report.refused.items(), start=1):
         rows[f"reply {number}"] = f"{plain(reason, 200)}: {plain(text, 400)}"
     for number, reason in enumerate(_reasons(report.failures, 5), start=1):

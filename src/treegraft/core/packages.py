@@ -18,6 +18,7 @@ _OF_EXTRA: Final = {
     "mcp": "mcp",
     "sandbox": "pydantic_monty scipy sympy",
     "search": "bm25s faiss sentence_transformers",
+    "teacher": "openai",
     "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk prometheus_client"
     " tensorboard wandb",
     "web": "protego pypdf trafilatura",

@@ -56,8 +56,20 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names of the core by seam, which no extension may take."""
 
 PARTS: Final = (
-    *("engine", "format", "sampler", "search", "toolset", "tracker", "sender", "placement"),
-    *("service", "choice", "comparison", "trial", "finding"),
+    "engine",
+    "format",
+    "sampler",
+    "search",
+    "toolset",
+    "tracker",
+    "sender",
+    "placement",
+    "service",
+    "choice",
+    "comparison",
+    "trial",
+    "finding",
+    "agent",
 )
 """Seams of `Registry.part`; the page says what each object is called with."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
+_PRICE = "Gone since 0.8; the report counts the tokens read and written."
 
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
@@ -19,6 +20,8 @@ REMOVED: dict[str, str] = {
     "first_tokens": _FORCED,
     "loss.pair_beta": _PAIRS,
     "loss.pair_coef": _PAIRS,
+    "buffer.build.price_read": _PRICE,
+    "buffer.build.price_written": _PRICE,
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting or of a table of settings ("explore.answer_leaf"): a sentence that says since when it is

@@ -27,6 +27,7 @@ BUILT_IN = (
     "treegraft.extras.hub.plugin",
     "treegraft.extras.memory.plugin",
     "treegraft.extras.suites.plugin",
+    "treegraft.extras.teacher.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
     "treegraft.extras.verl.plugin",

@@ -204,11 +204,6 @@ class ExploreSettings(Settings):
         return [_BY_METHOD.get(one.casefold(), one) for one in explorers]
 
 
-def is_address(agent: str) -> bool:
-    """Returns whether buffer.build.agent names a server."""
-    return "://" in agent
-
-
 def _grown(config: Settings) -> int:
     return int(value_of(config, "buffer.path") == "self")
 
@@ -227,7 +222,6 @@ class GrowSettings(Settings):
 _asks_a_model = Condition(
     "buffer.build.agent", lambda agent: agent != "expert", ", neither a server nor a model"
 )
-_asks_a_server = Condition("buffer.build.agent", is_address, ", not the URL of a server")
 
 
 def _building(default: Any, **facts: Any) -> Any:
@@ -242,8 +236,6 @@ class BuildSettings(Settings):
     agent: str = _building("expert", acts="sends")
     """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
     an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
-    model: str | None = _building(None, acts="nothing", idle_unless=_asks_a_server)
-    """Model of the server; None where it serves only one."""
     source: str | None = _building(None, acts="nothing")
     """Name of the agent in the buffer; None for "expert", the server's model or the model's
     place."""
@@ -259,25 +251,13 @@ class BuildSettings(Settings):
     """Temperature of a server or model."""
     max_concurrent: int | None = _building(None, ge=1)
     """Attempts at the same time; None for 16, and for engine.max_rows with a model."""
-    max_reply_tokens: int | None = _building(None, ge=1, idle_unless=_asks_a_server)
-    """Tokens of a server's reply; None for rollout.max_completion_tokens."""
-    timeout_s: float = _building(120.0, ge=0.1, idle_unless=_asks_a_server)
-    """Deadline for one reply of a server."""
-    max_retries: int = _building(4, ge=0, idle_unless=_asks_a_server)
-    """Repeated requests to a server after a failed one."""
-    price_read: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
-    """Price of a million tokens that a server reads, for the estimate of the cost."""
-    price_written: float = _building(0.0, ge=0, idle_unless=_asks_a_server)
-    """Price of a million tokens that it writes."""
-    api_key_env: str | None = _building(None, acts="reads", idle_unless=_asks_a_server)
-    """Environment variable with the server's key; None where it wants none."""
 
     @property
-    def agent_kind(self) -> Literal["expert", "endpoint", "checkpoint"]:
+    def agent_kind(self) -> Literal["expert", "server", "checkpoint"]:
         """What `agent` names: the tasks' expert, a server or a model."""
         if self.agent == "expert":
             return "expert"
-        return "endpoint" if is_address(self.agent) else "checkpoint"
+        return "server" if "://" in self.agent else "checkpoint"
 
 
 _is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")

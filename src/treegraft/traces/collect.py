@@ -96,15 +96,6 @@ class BuildReport(StoredCounts):
         """Over all scored attempts, kept or not; None before the first."""
         return self.reward_sum / self.num_scored if self.num_scored else None
 
-    def cost(self, settings: BuildSettings) -> float:
-        """Returns what the replies so far cost, in the currency of the prices."""
-        return priced(settings, self.num_read, self.num_written)
-
-
-def priced(settings: BuildSettings, num_read: float, num_written: float) -> float:
-    """Returns the price of tokens that a server reads and writes."""
-    return (num_read * settings.price_read + num_written * settings.price_written) / 1e6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAgent:

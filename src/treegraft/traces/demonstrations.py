@@ -19,7 +19,7 @@ from treegraft.policy.learn.sft import demonstration_tree, few_unfit
 from treegraft.settings.config import Config
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.imports import Columns, ImportReport, check_paths, read_file
+from treegraft.traces.imports import ImportReport, check_paths, read_file
 from treegraft.traces.keys import OTHER_TASKS, read_trajectory
 from treegraft.traces.rollout_buffer import OWN, BufferOrigin, RolloutBuffer, place_of_own
 
@@ -238,7 +238,7 @@ def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
     """What `buffer import` reads, with the rows' own questions; a reward may be left out."""
     report = ImportReport()
     found: list[Stored] = []
-    for one in read_file(path, Columns(), report):
+    for one in read_file(path, report):
         if all(one.is_kept):
             asked = Task(id=f"line {one.line}", question=one.question, reference=())
             task = replace(asked, messages=one.messages)

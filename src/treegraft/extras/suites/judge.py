@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from treegraft import Task
-from treegraft.parts import chat_client, errors
+from treegraft.extras.chat import ChatClient, ChatError
+from treegraft.parts import errors
 
 MAX_ANSWER_CHARS = 4000
 """Longer answers are cut before they are judged."""
@@ -70,8 +71,6 @@ class JudgeSettings:
     """Longest wait for one reply."""
     max_retries: int = 4
     """Further requests after one that failed."""
-    backoff_s: float = 1.0
-    """Wait before the first of them; it doubles each time."""
 
 
 def parse_verdict(reply: str) -> Verdict:
@@ -109,14 +108,13 @@ class Judge:
     def __init__(self, settings: JudgeSettings) -> None:
         """Raises SettingError for a url that is no http(s) address."""
         self.settings = settings
-        self._client = chat_client.ChatClient(
+        self._client = ChatClient(
             settings.url,
             settings.model,
             option="--judge",
             api_key=settings.api_key,
             timeout_s=settings.timeout_s,
             max_retries=settings.max_retries,
-            backoff_s=settings.backoff_s,
         )
 
     async def judge_all(
@@ -149,7 +147,6 @@ class Judge:
                         temperature=0.0,
                         max_tokens=self.settings.max_reply_tokens,
                         seed=seed,
-                        noise_key=("judge", key),
                     )
                     reply, verdict = found.text, parse_verdict(found.text)
                     if verdict is not Verdict.UNPARSED:
@@ -160,16 +157,14 @@ class Judge:
             if on_progress is not None:
                 on_progress(done, len(pairs))
 
-        refusal: chat_client.ChatError | None = None
+        refusal: ChatError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for key, (task, answer) in pairs.items():
                     group.create_task(ask(key, task, answer))
-        except* chat_client.ChatError as failures:
+        except* ChatError as failures:
             # Raised below: an exception raised here would come out wrapped in a group.
-            refusal = next(
-                error for error in failures.exceptions if isinstance(error, chat_client.ChatError)
-            )
+            refusal = next(error for error in failures.exceptions if isinstance(error, ChatError))
         finally:
             await self._client.close()
         if refusal is not None:
