@@ -38,7 +38,7 @@ from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.tree_files import cut_parts, find_part, in_order, parts_in, parts_of
-from treegraft.runs.trust import RUN, mark
+from treegraft.runs.trust import remember
 
 
 def read_trees(path: Path | str) -> list[Tree]:
@@ -116,7 +116,7 @@ class RunFolder:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
-            mark(partial, RUN)
+            remember(partial / "config.json")
             partial.rename(path)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)

@@ -29,7 +29,7 @@ from treegraft.runs.checkpoint import (
 from treegraft.runs.open import own_config
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import TreePart, parts_in
-from treegraft.runs.trust import CHECKPOINT, require_trust
+from treegraft.runs.trust import require_trust, settings_of
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import differences, load_config
 from treegraft.settings.objects import Source
@@ -86,7 +86,7 @@ def resumed(
         checkpoint, state = chosen.checkpoint, chosen.state
         notices = [*changed, *chosen.notices, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
-            require_trust(checkpoint, CHECKPOINT)
+            require_trust(settings_of(checkpoint))
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
             notices += _damaged_results(folder, state.update, settings)
@@ -233,7 +233,7 @@ class FolderInputs:
 def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
     """Raises CheckpointError where the run's config.json no longer says what its checkpoint was
     trained with."""
-    place = checkpoint / "treegraft" / "config.json"
+    place = settings_of(checkpoint)
     try:
         trained = load_config(place)
     except SettingError as error:

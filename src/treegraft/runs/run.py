@@ -31,7 +31,7 @@ from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
 from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed
 from treegraft.runs.tree_files import find_part
-from treegraft.runs.trust import RUN, key_problem, mark
+from treegraft.runs.trust import remember
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.settings.objects import Source
@@ -187,7 +187,6 @@ class Run:
                 "path": new_run_path(config, recipe, source),
                 "checkpoint": None,
                 "state": TrainState.fresh(),
-                "_notices": [*filter(None, [key_problem()])],
             }
         try:
             recorder = Recorder(config, display, callbacks)
@@ -314,7 +313,7 @@ class Run:
             for checkpoint in self._passed:
                 leave_out(checkpoint)
             write_atomically(self.path / "config.json", config_json(self.config))
-            mark(self.path, RUN)
+            remember(self.path / "config.json")
         self.folder = folder
         self._of_folder = FolderInputs(folder.path)
         return folder
