@@ -248,14 +248,18 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Adds one line to metrics.jsonl. Raises CheckpointError where the folder was removed."""
+    def refuse_removed(self) -> None:
+        """Raises CheckpointError if the folder was removed, which a writer would make again."""
         if not (self.path / "config.json").exists():
             raise CheckpointError(
                 f"run folder '{self.path}' was removed or moved while the run was at work; expected"
                 " it to stay. Put it back, or start a new run.",
                 code="run-removed",
             )
+
+    def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Adds one line to metrics.jsonl. Raises CheckpointError if the folder was removed."""
+        self.refuse_removed()
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         LineFile(self.metrics_path).append(line)
 

@@ -600,6 +600,7 @@ class Run:
 
     def _write_to(self, place: Path) -> None:
         assert self.folder is not None
+        self.folder.refuse_removed()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
         beside = self._of_folder.checksums(state, self._session.replayed())
