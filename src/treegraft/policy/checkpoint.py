@@ -33,10 +33,10 @@ from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
     TrainState,
-    _unreadable,
     checksums_of,
     read_state,
     state_json,
+    unreadable,
 )
 from treegraft.runs.trust import remember, settings_of
 
@@ -160,4 +160,4 @@ def read_optimiser(folder: Path) -> dict[str, Tensor]:
         files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
         return {name: files.whole(name) for name in files.names}
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error

@@ -22,7 +22,6 @@ from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import (
     TrainState,
     checkpoint_name,
-    leave_out,
     prune_checkpoints,
 )
 from treegraft.runs.metrics import CALLS
@@ -133,7 +132,6 @@ class Run:
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
     _notices: Sequence[str] = ()
-    _passed: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         self.display, self.stop = self.recorder.display, Stop()
@@ -179,7 +177,6 @@ class Run:
                 "checkpoint": found.checkpoint,
                 "state": found.state,
                 "_notices": found.notices,
-                "_passed": found.passed,
             }
         else:
             config, folder = cls._settings(source, accepts_changes=accepts_changes), None
@@ -310,8 +307,6 @@ class Run:
             update = -1 if self.checkpoint is None else self.state.update
             folder.cut_to(update, self.state.metrics_size, is_closed=self.state.is_closed)
             folder.cut_warmup(self.state.warmup_steps)
-            for checkpoint in self._passed:
-                leave_out(checkpoint)
             write_atomically(self.path / "config.json", config_json(self.config))
             remember(self.path / "config.json")
         self.folder = folder

@@ -277,11 +277,9 @@ def files_in(folder: Path) -> list[Path]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         stem = path.name.removesuffix(".zst").removesuffix(".jsonl")
-        if path.name.endswith(_ENDING):
-            is_ours = re.fullmatch("(update|eval)s-[0-9]{6,12}", stem)
-        else:
-            is_ours = path.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)
-        if is_ours and not (path.is_symlink() and leads_outside(path, folder)):
+        is_pack = path.name.endswith(_ENDING) and re.fullmatch("(update|eval)s-[0-9]{6,12}", stem)
+        is_part = path.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)
+        if (is_pack or is_part) and not (path.is_symlink() and leads_outside(path, folder)):
             found.append(path)
     return found
 
