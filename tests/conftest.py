@@ -16,15 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # processes of the suite.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Of the suite, whoever runs it: all its processes know the runs that one of them has made.
-os.environ["TREEGRAFT_TRUST_KEY"] = f"{tempfile.gettempdir()}/treegraft-tests-{os.getuid()}/key"
-
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
 from tests.support.examples import WHOLE
 from tests.support.forked import not_waited_for
 from tests.support.smollm2 import SHARED
+
+# All processes of the suite know the runs that one of them has made, and the user's own list of
+# what is trusted stays as it is.
+_config = tempfile.TemporaryDirectory(prefix="treegraft-tests-")
+os.environ["XDG_CONFIG_HOME"] = _config.name
 
 # trackio reads its folder when it is first imported, which TRL does too: never the user's own.
 _trackio = tempfile.TemporaryDirectory(prefix="treegraft-trackio-")

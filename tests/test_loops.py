@@ -117,7 +117,7 @@ def files(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         file.relative_to(folder).as_posix(): file.read_bytes()
         for file in folder.rglob("*")
-        if file.is_file() and file.name not in ("state.json", ".trust")
+        if file.is_file() and file.name != "state.json"
     }
     settings = json.loads(found["treegraft/config.json"])
     settings["run"]["dir"] = ""

@@ -122,7 +122,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
         elif file.suffix == ".sqlite":
             found[name] = traces_of(file)
-        elif file.is_file() and file.name != ".trust":
+        elif file.is_file():
             found[name] = file.read_bytes()
     return found
 

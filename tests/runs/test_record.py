@@ -58,21 +58,6 @@ def test_a_tree_comes_back_equal(tree: Tree) -> None:
     assert tree_to_json(tree_from_json(line)) == line
 
 
-def test_what_steps_and_leaves_have_in_common_is_one_object() -> None:
-    """Memory: ids, names and numbers that are written alike. A negative zero stays one."""
-    leaves = tuple(
-        replace(leaf, answer="e1", weight=0.37, retrieval_reward=-0.0) for leaf in TREE.leaves
-    )
-    tree = tree_from_json(tree_to_json(replace(TREE, leaves=leaves)))
-    ids = {step.id: step.id for step in tree.steps}
-    assert len(tree.leaves) > 1
-    assert all(step.parent is ids[step.parent] for step in tree.steps if step.parent)
-    assert all(leaf.step_id is ids[leaf.step_id] for leaf in tree.leaves)
-    for name in ("answer", "weight", "retrieval_reward"):
-        assert len({id(getattr(leaf, name)) for leaf in tree.leaves}) == 1
-    assert str(tree.leaves[0].retrieval_reward) == "-0.0"
-
-
 def test_records_from_before_decisions_and_factors_are_read() -> None:
     decided = replace(
         TREE.steps[2],
@@ -238,7 +223,7 @@ def test_of_starts_of_one_name_exactly_one_makes_the_folder(
 ) -> None:
     # None goes on before all have found the name free and have filled their folders.
     together = threading.Barrier(4, timeout=10)
-    monkeypatch.setattr(record, "mark", lambda *_: together.wait())
+    monkeypatch.setattr(record, "remember", lambda *_: together.wait())
     place = tmp_path / "runs" / "run"
 
     def start(number: int) -> str:
@@ -283,6 +268,17 @@ def test_a_removed_folder_is_told_and_not_made_again(tmp_path: Path) -> None:
     with raises_code("run-removed"):
         folder.append_metrics(2, {"a": 1.0})
     assert not folder.path.exists()
+
+
+def test_a_run_whose_folder_was_removed_at_its_end_does_not_finish(tmp_path: Path) -> None:
+    class Removing(NoDisplay):
+        def update(self, update: int, num_updates: int, metrics: object) -> None:
+            if update == num_updates:
+                shutil.rmtree(tmp_path / "a")
+
+    with raises_code("run-removed"):
+        train(tiny(run={"name": "a", "dir": str(tmp_path), "num_updates": 1}), display=Removing())
+    assert not (tmp_path / "a").exists()
 
 
 def test_observations_of_0_6_are_read_and_hashes_stay() -> None:
@@ -341,11 +337,11 @@ def test_trees_whose_names_exceed_a_head_are_found_and_kept(tmp_path: Path) -> N
     folder.cut_to(1, 0)
     (pack,) = folder.trees_dir.iterdir()
     whole = pack.read_bytes()
-    # A resume removes what a crash cut off, and leaves alone what was damaged later.
-    for data, stays in ((whole[:50], False), (whole[:-1], False), (b"?" + whole[1:], True)):
+    # A resume removes what a crash cut off.
+    for data in (whole[:50], whole[:-1]):
         pack.write_bytes(data)
         folder.cut_to(1, 0)
-        assert pack.exists() == stays
+        assert not pack.exists()
 
 
 def packed(folder: Path) -> tuple[bytes, list[TreePart]]:
@@ -422,6 +418,15 @@ def test_a_frame_unpacks_to_so_many_times_its_size_at_most(
         else:
             with raises_code("tree-unreadable"):
                 list(part.lines())
+
+
+def test_a_tree_of_lists_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(tmp_path)
+    monkeypatch.setattr(tree_files, "_MOST_LISTS", 10)
+    with raises_code("tree-unreadable", match="over 10 lists"):
+        read_trees(tmp_path / "run")
 
 
 def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

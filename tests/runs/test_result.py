@@ -234,7 +234,7 @@ def test_progress_in_a_notebook_is_one_line() -> None:
     ]
     # 20 reports within four seconds: not more than two states a second, each over the last one.
     assert 4 <= file.getvalue().count("rollout ") <= 9
-    assert "update 1/2  reward 0.500  correct -  calls -  | evaluation 1/2" in file.getvalue()
+    assert "update 1/2  reward 0.500  | evaluation 1/2" in file.getvalue()
 
 
 def test_an_agent_knows_the_objects_of_its_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from tests.support.tiny import tiny
 from tests.support.viewed import write_run
@@ -35,10 +36,11 @@ from treegraft.core.types import (
 )
 from treegraft.runs.display import (
     NoDisplay,
+    NotebookDisplay,
     PlainDisplay,
-    RichDisplay,
+    TerminalDisplay,
+    display_on,
     evaluation_line,
-    make_display,
     show_texts,
     shown,
 )
@@ -162,62 +164,44 @@ def test_foreign_text_is_neither_markup_nor_control() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_everything_fits_the_width(width: int) -> None:
+def test_a_transcript_fits_the_width(width: int) -> None:
     tree = example_tree(thought="x" * 500 + " word" * 50, result="長い" * 100)
-    display = RichDisplay(Console(file=io.StringIO(), width=width, force_terminal=True))
-    display.update(3, 10, METRICS)
-    display.evaluated("update 3", {"eval/accuracy": 0.5})
-    display.phase("rollout", 5, 192, "waiting for the search tool of task t " * 5)
-    display.sample(tree)
-    text = rendered(display.render(), width=width)
-    display.close()
-    assert all(len(line) <= width for line in text.splitlines())
+    text = rendered(transcript(tree.trajectories()[0]), width=width)
+    assert all(cell_len(line) <= width for line in text.splitlines())
 
 
-def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
-    console = Console(file=io.StringIO(), record=True, width=80, force_terminal=True)
-    display: Display = RichDisplay(console, clock=lambda: 0.0)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_below_the_lines() -> None:
+    now, file = [0.0], Terminal()
+    display = TerminalDisplay(file, clock=lambda: now[0])
     display.started(Path("runs/demo"), "tiny on search_world", 20)
-    display.phase("rollout", 1, 0, "[red]waiting[/red]")
-    for update in range(1, 12):
-        display.update(update, 20, METRICS | {"reward/mean": update / 100})
-    display.evaluated("start [x]", {"eval/accuracy": 0.415, "eval/pass_at_4": 0.72})
+    for done in range(3):
+        now[0] += 1
+        display.phase("rollout", done, 5, "[red]waiting[/red] \x1b[31m" + "for long " * 20)
     display.warn("careful [bold]now")
-    display.sample(example_tree())
-    display.finished(Path("runs/demo"), Path("runs/demo/checkpoints/last"), {"eval/accuracy": 1.0})
+    now[0] += 1
+    display.phase("learning", 0, 0)
+    display.update(1, 20, METRICS)
     display.close()
-    text = console.export_text()
-    for part in (
-        "0.110",
-        "25%",
-        "start [x]: accuracy 41.5% greedy, pass@4 72.0%",
-        "careful [bold]now",
-    ):
-        assert part in text
-    assert (
-        "finished runs/demo: accuracy 100.0%" in text
-        and "checkpoint runs/demo/checkpoints/last" in text
-    )
-    assert "treegraft run runs/demo/checkpoints/last 'r2 of e9 ?'" in text
-    assert "0.030" not in text.rpartition("a trajectory")[0].rpartition("update")[2]
-
-
-def test_long_commands_are_not_wrapped() -> None:
-    console = Console(file=io.StringIO(), record=True, width=40, force_terminal=True)
-    command = (
-        "treegraft train recipes/some_rather_long_name.toml --resume runs/some_rather_long_name"
-    )
-    RichDisplay(console).interrupted(command)
-    assert command in console.export_text()
+    display.close()
+    text = file.getvalue()
+    assert "rollout 2/5: [red]waiting[/red] ␛[31mfor" in text and "…" in text
+    assert "warning: careful [bold]now" in text and "update 1/20  reward 0.500" in text
+    # The cursor is hidden below a bar, and shown again.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
 
 
 def test_plain_display_writes_one_line_each() -> None:
     now = [0.0]
     file = io.StringIO()
-    display: Display = PlainDisplay(file, every_s=30.0, clock=lambda: now[0])
+    display: Display = PlainDisplay(file, clock=lambda: now[0])
     display.started(Path("runs/demo"), "tiny on search_world", 20)
     display.phase("rollout", 1, 10)
-    now[0] = 31.0
+    now[0] = 11.0
     display.phase("rollout", 2, 10, "task t waits for search")
     display.phase("rollout", 3, 10)
     display.sample(example_tree())
@@ -228,14 +212,18 @@ def test_plain_display_writes_one_line_each() -> None:
     display.interrupted("treegraft train r.toml --resume runs/demo")
     display.finished(Path("runs/demo"), Path("c"), {})
     display.close()
-    assert file.getvalue().splitlines() == [
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
         "run runs/demo: tiny on search_world, 20 updates",
         "  rollout 2/10: task t waits for search",
         "update 1/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
-        "  a trajectory: r2 of e9 ?",
-        "    <think> look it up </think>  <search> r2 of e9 </search>  -> r2 of e9 is e41",
-        "    <answer> e41 </answer>",
-        "    completed, reward 1, correct, advantage +0.70",
+        "    question  r2 of e9 ?",
+        "    step 1",
+        "    think     look it up",
+        "    search    r2 of e9",
+        "    result    [cut] r2 of e9 is e41",
+        "    step 2",
+        "    answer    e41",
+        "    ended     completed, reward 1, correct, advantage +0.70",
         "update 2/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
         "evaluated update 1: accuracy 50.0% greedy",
         "warning: two\u241b[2J",
@@ -285,7 +273,7 @@ def test_the_sample_shows_prose_that_was_cut_off() -> None:
     tree = replace(tree, steps=(tree.steps[0], cut), leaves=(leaf,))
     file = io.StringIO()
     display = PlainDisplay(file)
-    for expected in ("    wrote: 2 tokens that", "    wrote: She has 2 pens, so"):
+    for expected in ("wrote     2 tokens that", "wrote     She has"):
         display.sample(tree)
         display._last_sample_s = float("-inf")
         display.update(1, 20, METRICS)
@@ -294,12 +282,9 @@ def test_the_sample_shows_prose_that_was_cut_off() -> None:
 
 
 def test_the_kind_of_display_follows_the_stream() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    assert isinstance(make_display(io.StringIO()), PlainDisplay)
-    assert isinstance(make_display(Terminal()), RichDisplay)
+    for stream, kind in ((io.StringIO(), PlainDisplay), (Terminal(), TerminalDisplay)):
+        with display_on(stream) as display:
+            assert type(display) is kind
 
 
 @pytest.mark.parametrize(
@@ -343,13 +328,6 @@ def test_branches_and_grafts_are_shown_where_the_recipe_asks_for_them() -> None:
         lines.append(file.getvalue())
     assert "branches 12  grafts 0  time 2.0s" in lines[0]
     assert "branches" not in lines[1] and "grafts" not in lines[1]
-    live = RichDisplay(Console(file=io.StringIO()))
-    live.update(1, 2, METRICS)
-    assert "grafts" not in rendered(live.render(), 120)
-    live.update(2, 2, {**METRICS, **asked})
-    table = rendered(live.render(), 120)
-    live.close()
-    assert "branches" in table and "grafts" in table and " 12 " in table
 
 
 class Letters:
@@ -368,7 +346,7 @@ def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
     show_texts(display, Letters())
     display.sample(replace(tree, steps=(start, cut), leaves=(leaf,)))
     display.update(1, 2, METRICS)
-    assert "wrote: ab" in file.getvalue()
+    assert "wrote     ab" in file.getvalue()
     assert "that the format cannot read" not in file.getvalue()
 
 
@@ -376,7 +354,8 @@ def test_a_program_without_standard_output_is_shown_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    make_display().note("nothing")
+    with display_on(None) as display:
+        display.note("nothing")
     with shown(None) as display:
         display.note("nothing")
 
@@ -438,10 +417,6 @@ def test_an_evaluation_on_one_line() -> None:
     assert evaluation_line(dict(reversed(metrics.items()))).startswith(
         "accuracy 41.5% greedy (2_hops 23%, 1_hop 60%), 38.0% sampled"
     )
-    assert (
-        evaluation_line(metrics, is_brief=True)
-        == "accuracy 41.5% greedy, 38.0% sampled, gain +0.52 greedy (95 %: +0.47 to +0.57)"
-    )
     fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
     assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
     sampled = {
@@ -454,11 +429,10 @@ def test_an_evaluation_on_one_line() -> None:
     assert evaluation_line(many).endswith("f 50%, 2 more)")
 
 
-@pytest.mark.parametrize("display", ["plain", "rich"])
-def test_a_name_of_a_run_cannot_steer_the_terminal(display: str) -> None:
+@pytest.mark.parametrize("kind", [PlainDisplay, TerminalDisplay, NotebookDisplay])
+def test_a_name_of_a_run_cannot_steer_the_terminal(kind: type[PlainDisplay]) -> None:
     file, run = io.StringIO(), Path("runs/\x1b[31mred\x07")
-    console = Console(file=file, force_terminal=False)
-    shown = PlainDisplay(file) if display == "plain" else RichDisplay(console)
+    shown = kind(file)
     shown.started(run, "tiny", 2)
     shown.finished(run, run / "checkpoints" / "update-000002", METRICS)
     shown.interrupted(f"treegraft train --resume {run}")

@@ -3,20 +3,18 @@ they are trusted."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 from tests.support.error_codes import raises_code
@@ -29,12 +27,9 @@ from treegraft.core.errors import CheckpointError
 from treegraft.core.given import GivenObjects
 from treegraft.runs import trust
 from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
-from treegraft.runs.display import PlainDisplay
 from treegraft.runs.open import find_checkpoint, open_checkpoint, own_config
 from treegraft.runs.resume import Resumed, resumed
-from treegraft.runs.run import Run
-from treegraft.runs.trust import CHECKPOINT, RUN, is_trusted, what_acts
-from treegraft.session import Session
+from treegraft.runs.trust import is_trusted, require_trust, settings_of, what_acts
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import Setting, Settings, acting, walk
@@ -50,14 +45,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A copy of it, marks included."""
+    """A copy of it."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
+def fresh() -> None:
+    trust._trusted_here.clear()
     trust.accept(False)
+
+
+@pytest.fixture
+def another_user(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who has trusted nothing yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
 
 
 def armed(run: Path, marker: Path) -> Path:
@@ -65,7 +66,7 @@ def armed(run: Path, marker: Path) -> Path:
     server = {"name": "x", "command": ["touch", str(marker)], "start_timeout_s": 5.0}
     checkpoint = find_checkpoint(run)
     state = read_state(checkpoint)
-    for path in (run / "config.json", checkpoint / "treegraft" / "config.json"):
+    for path in (run / "config.json", settings_of(checkpoint)):
         settings = json.loads(path.read_text())
         settings["tools"]["mcp"] = [server]
         settings["run"]["num_updates"] = 2
@@ -105,73 +106,55 @@ def test_what_comes_from_elsewhere_starts_no_command(
     typed(*words, "--trust")
     assert marker.exists()
     marker.unlink()
-    os.environ["TREEGRAFT_TRUSTED"] = ""
+    trust._trusted_here.clear()
     typed(*words)
     assert marker.exists()
 
 
-def test_a_run_of_ones_own_is_marked(made: Path, run: Path) -> None:
-    for folder in (made, run):
-        own_config(folder)
-        open_checkpoint(folder, None, ())
-        for checkpoint in (folder / "checkpoints").iterdir():
-            assert is_trusted(checkpoint, CHECKPOINT)
-    found = trust.key_path()
-    assert stat.S_IMODE(found.stat().st_mode) == 0o600 and len(found.read_bytes()) == 32
+def test_a_run_of_ones_own_is_trusted_also_in_another_place(run: Path) -> None:
+    own_config(run)
+    open_checkpoint(run, None, ())
+    for checkpoint in (run / "checkpoints").iterdir():
+        assert is_trusted(settings_of(checkpoint))
 
 
-@pytest.mark.parametrize("name", ["config.json", ".trust"])
-def test_one_byte_that_has_changed_is_asked_about(run: Path, name: str) -> None:
-    data = (run / name).read_bytes()
-    (run / name).write_bytes(data[:-1] + (b" " if name == "config.json" else b"x"))
-    with pytest.raises(CheckpointError, match="was not made by you, or has changed since"):
+@pytest.mark.parametrize("place", ["run", "checkpoint"])
+def test_one_byte_that_has_changed_is_asked_about(run: Path, place: str) -> None:
+    path = run / "config.json" if place == "run" else settings_of(find_checkpoint(run))
+    path.write_bytes(path.read_bytes() + b" ")
+    assert not is_trusted(path)
+    if place == "run":
+        with pytest.raises(CheckpointError, match="was not made by you, or has changed since"):
+            own_config(run)
+
+
+def test_another_user_is_asked_once(run: Path, another_user: None) -> None:
+    with raises_code("folder-untrusted"):
         own_config(run)
-
-
-@pytest.mark.parametrize("name", ["config.json", "state.json"])
-def test_so_it_is_with_a_checkpoint(run: Path, name: str) -> None:
-    checkpoint = find_checkpoint(run)
-    with (checkpoint / "treegraft" / name).open("a") as file:
-        file.write(" ")
-    assert not is_trusted(checkpoint, CHECKPOINT)
-
-
-def test_another_user_is_asked(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(trust.KEY_PATH, str(tmp_path / "home" / "key"))
-    with pytest.raises(CheckpointError, match="not made by you"):
-        own_config(run)
-    with pytest.raises(CheckpointError, match="not made by you"):
+    with raises_code("folder-untrusted"):
         open_checkpoint(run, None, ())
     treegraft.trust(run)
-    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
+    trust._trusted_here.clear()
     own_config(run)
     open_checkpoint(run, None, ())
 
 
-def test_a_mark_does_not_fit_another_place(run: Path) -> None:
-    """The mark of a checkpoint, put beside the settings of a run."""
+def test_settings_that_do_nothing_need_no_trust(run: Path, another_user: None) -> None:
+    (run / "config.json").write_text('{"learn": {"lr": 0.1}}')
+    assert is_trusted(run / "config.json")
+
+
+def test_the_code_of_a_model_is_trusted_as_it_is(run: Path, another_user: None) -> None:
     checkpoint = find_checkpoint(run)
-    shutil.copytree(checkpoint / "treegraft", run / "treegraft")
-    (run / "treegraft" / "state.json").unlink()
-    shutil.copy(checkpoint / "treegraft" / ".trust", run / ".trust")
-    shutil.copy(checkpoint / "treegraft" / "config.json", run / "config.json")
-    assert not is_trusted(run, RUN)
-
-
-def test_a_folder_without_a_mark_is_asked_about_once(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As 0.7 wrote them."""
-    for one in run.rglob(".trust"):
-        one.unlink()
-    with pytest.raises(CheckpointError):
-        own_config(run)
-    trust.accept(True)
-    own_config(run)
-    trust.accept(False)
-    monkeypatch.setenv("TREEGRAFT_TRUSTED", "")
-    own_config(run)
-    open_checkpoint(run, None, ())
+    changed(settings_of(checkpoint), "model", trust_remote_code=True)
+    (checkpoint / "modeling.py").write_text("print(1)")
+    treegraft.trust(checkpoint)
+    assert is_trusted(settings_of(checkpoint))
+    (checkpoint / "modeling.py").write_text("print(2)")
+    assert not is_trusted(settings_of(checkpoint))
+    with raises_code("folder-untrusted") as caught:
+        require_trust(settings_of(checkpoint))
+    assert "imports: 'modeling.py' (" in str(caught.value)
 
 
 def test_a_plain_model_needs_no_trust(made: Path, tmp_path: Path) -> None:
@@ -181,21 +164,17 @@ def test_a_plain_model_needs_no_trust(made: Path, tmp_path: Path) -> None:
     assert open_checkpoint(plain, config, ())[1] == plain
 
 
-def test_processes_that_are_started_inherit_trust(run: Path) -> None:
-    """Also where the folder cannot be written to, so that it keeps no mark."""
-    for one in run.rglob(".trust"):
-        one.unlink()
-        one.mkdir()
+def test_without_a_place_for_the_list_trust_lasts_as_long_as_the_process(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    trust._trusted_here.clear()
     treegraft.trust(run)
-    code = opening(run)
-    subprocess.run([sys.executable, "-c", code], check=True)
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TREEGRAFT_TRUSTED": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 1 and "not made by you" in found.stderr
+    own_config(run)
+    trust._trusted_here.clear()
+    with raises_code("folder-untrusted"):
+        own_config(run)
 
 
 def opening(run: Path) -> str:
@@ -223,8 +202,7 @@ def answered(run: Path, answer: str) -> tuple[int, str]:
     return process.wait(60), shown.decode()
 
 
-def test_a_terminal_is_asked(run: Path) -> None:
-    (run / ".trust").unlink()
+def test_a_terminal_is_asked(run: Path, another_user: None) -> None:
     status, shown = answered(run, "n")
     assert status == 1 and "trust it from now on? [y/N]" in shown
     assert answered(run, "")[0] == 1
@@ -232,23 +210,6 @@ def test_a_terminal_is_asked(run: Path) -> None:
     assert status == 0 and "[y/N]" in shown
     status, shown = answered(run, "n")
     assert status == 0 and "[y/N]" not in shown
-
-
-def test_a_key_that_others_can_read_is_not_used(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = tmp_path / "key"
-    shutil.copy(trust.key_path(), key)
-    key.chmod(0o640)
-    monkeypatch.setenv(trust.KEY_PATH, str(key))
-    assert "can be read by others" in trust.key_problem()
-    assert not is_trusted(run, RUN)
-    tables, shown = tiny(run={"dir": str(tmp_path), "name": "x"}), io.StringIO()
-    new = Run.open(tables, GivenObjects(), PlainDisplay(shown), command="train")
-    with new, new.recording(cast(Session, None)):  # of which a new run asks nothing yet
-        assert shown.getvalue().count("warning") == 1 and trust.KEY_PATH in shown.getvalue()
-    key.chmod(0o600)
-    assert trust.key_problem() == "" and is_trusted(run, RUN)
 
 
 def test_what_is_no_folder_of_ours_is_not_trusted(tmp_path: Path) -> None:
@@ -304,8 +265,8 @@ class Undeclared(Settings):
 def test_what_nothing_declares_is_listed_as_it_is() -> None:
     """Settings of a plugin that is not here, or that says nothing of them; and other shapes."""
     settings = {"mine": {"x\n": 1}, "tools": {"mcp": [3], "other": "text"}, "run": "evil"}
-    assert what_acts(settings, settings, [1]) == [
-        "unknown: '' = [1]",
+    assert what_acts([1]) == ["unknown: '' = [1]"]
+    assert what_acts(settings) == [
         r"unknown: 'mine' = {'x\n': 1}",
         "unknown: run = 'evil'",
         "unknown: tools.'other' = 'text'",
@@ -379,7 +340,7 @@ def test_a_question_shows_everything_or_is_not_asked(
 
 def test_the_name_of_a_folder_forges_no_line_of_the_question(run: Path) -> None:
     other = run.rename(run.with_name("a\x1b[2J\n  runs: nothing"))
-    (other / ".trust").unlink()
+    changed(other / "config.json", "tools", mcp=[3])
     shown = asked(other)
     assert "\x1b" not in shown and "\n  runs: nothing" not in shown
 
@@ -388,12 +349,12 @@ def test_the_name_of_a_folder_forges_no_line_of_the_question(run: Path) -> None:
 
 
 @pytest.mark.parametrize("hidden", ["run", "checkpoint"])
-def test_a_question_lists_all_that_is_trusted_with_it(run: Path, hidden: str) -> None:
+def test_a_question_lists_all_that_is_trusted_with_it(
+    run: Path, hidden: str, another_user: None
+) -> None:
     """Asked about the run, it lists its checkpoints' settings, and asked about one, the run's."""
     checkpoint = find_checkpoint(run)
     state = read_state(checkpoint)
-    for one in run.rglob(".trust"):
-        one.unlink()
     place = run if hidden == "run" else checkpoint / "treegraft"
     changed(place / "config.json", "track", trackers=["evil.module:Tracker"])
     resealed(checkpoint, state)
@@ -404,9 +365,8 @@ def test_a_question_lists_all_that_is_trusted_with_it(run: Path, hidden: str) ->
 
 
 def test_what_changes_while_the_question_is_read_is_not_trusted(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, another_user: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run / ".trust").unlink()
 
     def agrees(question: str) -> bool:
         changed(run / "config.json", "track", trackers=["evil.module:Tracker"])
@@ -418,31 +378,27 @@ def test_what_changes_while_the_question_is_read_is_not_trusted(
     assert "evil" in asked(run)
 
 
-def test_trust_leaves_out_what_links_lead_to(made: Path, run: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(made, tmp_path / "other"))
-    for one in (*run.rglob(".trust"), *other.rglob(".trust")):
-        one.unlink()
-    linked, elsewhere = run / "checkpoints" / "update-000009", find_checkpoint(other)
-    linked.symlink_to(elsewhere)
-    own = find_checkpoint(run).with_name("update-000001")
+def test_trust_leaves_out_what_links_lead_to(run: Path, tmp_path: Path, another_user: None) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    for one in (other / "checkpoints").iterdir():
+        changed(settings_of(one), "track", trackers=["evil.module:Tracker"])
+    own, linked = find_checkpoint(run), run / "checkpoints" / "update-000009"
+    linked.symlink_to(find_checkpoint(other))
     treegraft.trust(run)
-    assert is_trusted(run, RUN) and is_trusted(own, CHECKPOINT)
-    assert not [*other.rglob(".trust")]
+    assert is_trusted(run / "config.json") and is_trusted(settings_of(own))
     # Opened by the link, the question names the folder that is trusted.
-    os.environ["TREEGRAFT_TRUSTED"] = ""
     with raises_code("folder-untrusted") as caught:
-        open_checkpoint(linked, None, ())
+        require_trust(settings_of(linked))
     assert f"treegraft.trust('{other}')" in str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["run", "eval", "resume"])
 def test_a_whole_checkpoint_of_another_user_is_asked_about(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    made: Path, tmp_path: Path, another_user: None, command: str
 ) -> None:
-    """Made by Treegraft, with checksums that are whole and a mark under another key."""
+    """Made by Treegraft, with checksums that are whole."""
     other = tmp_path / "sent"
     shutil.copytree(made if command == "resume" else find_checkpoint(made), other)
-    monkeypatch.setenv(trust.KEY_PATH, str(tmp_path / "home" / "key"))
     words: list[str | Path] = {
         "run": ["run", other, "e1 r1 ?"],
         "eval": ["eval", other],
@@ -501,7 +457,7 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("name", ["config.json", "objects.json", "warmup.jsonl", ".lock", ".trust"])
+@pytest.mark.parametrize("name", ["config.json", "objects.json", "warmup.jsonl", ".lock"])
 def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
@@ -514,7 +470,6 @@ def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) ->
     [
         ("state.json", "checkpoint-without-state"),
         ("config.json", "checkpoint-files-differ"),
-        (".trust", "folder-untrusted"),
     ],
 )
 def test_a_pipe_in_a_checkpoint_keeps_nobody_waiting(run: Path, name: str, code: str) -> None:

@@ -82,7 +82,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
         name = file.relative_to(run_dir).as_posix()
         if (
             not file.is_file()
-            or file.name in (".lock", ".trust")
+            or file.name == ".lock"
             or "tensorboard" in name
             or name.endswith(("-wal", "-shm", ".index"))
         ):

@@ -257,8 +257,7 @@ AcceptChanges = Annotated[
     bool | None,
     typer.Option(
         "--accept-changes",
-        help="With --resume: go on although metrics, evaluations or the buffer have changed, or"
-        " from an earlier checkpoint if the latest is damaged or has lost its metrics.",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
     ),
 ]
 

@@ -33,12 +33,12 @@ from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
     TrainState,
-    _unreadable,
     checksums_of,
     read_state,
     state_json,
+    unreadable,
 )
-from treegraft.runs.trust import CHECKPOINT, mark
+from treegraft.runs.trust import remember, settings_of
 
 ADAPTER = "adapter"
 
@@ -79,11 +79,11 @@ def save_checkpoint(
             # an undisturbed one's.
             getattr(tokenizer, "init_kwargs", {}).pop(trace, None)
         tokenizer.save_pretrained(partial)
-        (partial / "treegraft" / "config.json").write_text(config_json, encoding="utf-8")
+        settings_of(partial).write_text(config_json, encoding="utf-8")
         # Last, since it holds the checksums of all others.
         text = state_json(state, checksums_of(partial))
         (partial / "treegraft" / "state.json").write_text(text, encoding="utf-8")
-        mark(partial, CHECKPOINT)
+        remember(settings_of(partial))
         # On disk before the rename: after a loss of power, a name without its content would be
         # worse than the old checkpoint.
         for file in partial.rglob("*"):
@@ -160,4 +160,4 @@ def read_optimiser(folder: Path) -> dict[str, Tensor]:
         files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
         return {name: files.whole(name) for name in files.names}
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error

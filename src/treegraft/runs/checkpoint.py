@@ -18,23 +18,8 @@ FORMAT_VERSION = 2
 """Of state.json; 1 is that of 0.6."""
 PARTIAL, ASIDE = ".partial", ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
-LEFT = "left-"
-"""Begins the names of checkpoints that a resume has passed over."""
 _LOADED = (".json", ".jinja", ".safetensors", ".bin", ".model")
 """Endings of files that libraries look for in a folder, whether something names them or not."""
-ACCEPT = "--accept-changes"
-"""The option with which a resumed run takes as they are the things that have changed."""
-
-
-class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not as it was written; `reason` is the sentence without its point."""
-
-    def __init__(self, reason: str, way_out: str = "", *, code: str = "") -> None:
-        super().__init__(reason, way_out, code=code)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return "{}.{}".format(*self.args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,20 +99,13 @@ def read_state(folder: Path) -> TrainState:
     Raises:
         CheckpointError: not a checkpoint of ours, of another format version, or damaged.
     """
-    try:
-        return _read(folder)
-    except DamagedCheckpoint as error:
-        error.args = (error.reason, _way_out(folder))
-        raise
-
-
-def _read(folder: Path) -> TrainState:
     path = folder / "treegraft" / "state.json"
     # A pipe would keep the reader waiting.
     if not path.is_file():
-        raise DamagedCheckpoint(
+        raise CheckpointError(
             f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by"
-            " `treegraft train` (a plain model can be started from with model.path, not resumed)",
+            " `treegraft train` (a plain model can be started from with model.path, not resumed)."
+            f"{way_out(folder)}",
             code="checkpoint-without-state",
         )
     try:
@@ -142,9 +120,9 @@ def _read(folder: Path) -> TrainState:
                 code="checkpoint-version",
             )
         if own != _own_checksum(data):
-            raise DamagedCheckpoint(
+            raise CheckpointError(
                 f"checkpoint '{folder}' is damaged: treegraft/state.json is different from what was"
-                " written",
+                f" written.{way_out(folder)}",
                 code="checkpoint-changed",
             )
         del data["format_version"]
@@ -163,16 +141,16 @@ def _read(folder: Path) -> TrainState:
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
     for names, what in (
         (missing, "missing"),
         (damaged, "different from what was written"),
         (added, "new since it was written, and would be loaded with it"),
     ):
         if names:
-            raise DamagedCheckpoint(
+            raise CheckpointError(
                 f"checkpoint '{folder}' is damaged: {', '.join(names)}"
-                f" {'is' if len(names) == 1 else 'are'} {what}",
+                f" {'is' if len(names) == 1 else 'are'} {what}.{way_out(folder)}",
                 code="checkpoint-files-differ",
             )
     return state
@@ -181,34 +159,32 @@ def _read(folder: Path) -> TrainState:
 def whole_state(folder: Path) -> TrainState | None:
     """Returns the state of a checkpoint, None for one that cannot be used."""
     try:
-        return _read(folder)
+        return read_state(folder)
     except CheckpointError:
         return None
 
 
-def _unreadable(folder: Path, error: Exception) -> DamagedCheckpoint:
+def unreadable(folder: Path, error: Exception) -> CheckpointError:
+    """Returns what to raise for a checkpoint that reading has failed with."""
     text = f"{type(error).__name__}: {error}"
     # Of many faults the first.
     reason = " ".join(text.split()) if len(text) < 300 else f"{' '.join(text[:300].split())} …"
-    return DamagedCheckpoint(
+    return CheckpointError(
         f"checkpoint '{folder}': it could not be read ({reason}); it is damaged or of another"
-        " program",
+        f" program.{way_out(folder)}",
         code="checkpoint-unreadable",
     )
 
 
-def _way_out(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used, where it lies in a run folder."""
+def way_out(folder: Path) -> str:
+    """Returns what to do about a checkpoint that a run cannot go on from, with a space before it;
+    "" for a checkpoint that is in no run folder."""
     if folder.parent.name != "checkpoints" or folder.name == "best":
         return ""
-    others = [other for other in in_order(folder.parent) if other != folder]
-    run = folder.parent.parent
-    if not others:
-        return f" Remove that folder, and `treegraft train --resume {run}` begins anew."
-    for other in reversed(others):
-        if whole_state(other) is not None:
-            return f" Go on from {other.name} with: treegraft train --resume {run} {ACCEPT}"
-    return " No other checkpoint of the run is whole; start a new run."
+    before = [other.name for other in in_order(folder.parent) if other != folder]
+    what = f"goes on from {before[-1]}" if before else "begins anew"
+    resume = f"treegraft train --resume {folder.parent.parent}"
+    return f" Remove that folder, and the run {what} with: {resume}"
 
 
 def checkpoint_name(state: TrainState) -> str:
@@ -242,14 +218,6 @@ def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
             if gone.exists():
                 remove_folder(gone)
             remove_folder(folder.replace(gone))
-
-
-def leave_out(folder: Path) -> None:
-    """Gives a checkpoint a name by which no resume finds it."""
-    left = folder.with_name(f"{LEFT}{folder.name}")
-    if left.exists():
-        remove_folder(left)
-    folder.replace(left)
 
 
 def tidy(checkpoints_dir: Path) -> None:

@@ -11,7 +11,7 @@ from treegraft.core.given import GivenObjects
 from treegraft.core.shipped import names_recipe
 from treegraft.runs.checkpoint import latest_checkpoint, read_state
 from treegraft.runs.record import RunFolder, runs_beside
-from treegraft.runs.trust import CHECKPOINT, RUN, require_trust
+from treegraft.runs.trust import require_trust, settings_of
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.objects import with_objects
@@ -36,7 +36,7 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
             f"Resume with: treegraft train --resume {path.parent.parent.parent}",
             code="checkpoint-not-run",
         )
-    require_trust(path.parent, RUN)
+    require_trust(path)
     # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
         load_config(path)
@@ -102,8 +102,8 @@ def open_checkpoint(
         if config is None or (place / "treegraft").is_dir():
             read_state(place)
         if config is None:
-            require_trust(place, CHECKPOINT)
-            config = load_config(place / "treegraft" / "config.json", overrides)
+            require_trust(settings_of(place))
+            config = load_config(settings_of(place), overrides)
     elif config is None:
         raise CheckpointError(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",

@@ -38,7 +38,7 @@ from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.tree_files import cut_parts, find_part, in_order, parts_in, parts_of
-from treegraft.runs.trust import RUN, mark
+from treegraft.runs.trust import remember
 
 
 def read_trees(path: Path | str) -> list[Tree]:
@@ -116,7 +116,7 @@ class RunFolder:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
             write_atomically(partial / "config.json", config_json)
-            mark(partial, RUN)
+            remember(partial / "config.json")
             partial.rename(path)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -248,14 +248,18 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Adds one line to metrics.jsonl. Raises CheckpointError where the folder was removed."""
+    def refuse_removed(self) -> None:
+        """Raises CheckpointError if the folder was removed, which a writer would make again."""
         if not (self.path / "config.json").exists():
             raise CheckpointError(
                 f"run folder '{self.path}' was removed or moved while the run was at work; expected"
                 " it to stay. Put it back, or start a new run.",
                 code="run-removed",
             )
+
+    def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Adds one line to metrics.jsonl. Raises CheckpointError if the folder was removed."""
+        self.refuse_removed()
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         LineFile(self.metrics_path).append(line)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,25 @@ from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum, storage_fault
 from treegraft.core.given import GIVEN, GivenObjects, Record
 from treegraft.runs.checkpoint import (
-    ACCEPT,
-    DamagedCheckpoint,
     TrainState,
-    in_order,
+    latest_checkpoint,
     read_state,
     tidy,
+    way_out,
     whole_state,
 )
 from treegraft.runs.open import own_config
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import TreePart, parts_in
-from treegraft.runs.trust import CHECKPOINT, require_trust
+from treegraft.runs.trust import require_trust, settings_of
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import differences, load_config
 from treegraft.settings.objects import Source
 from treegraft.settings.table import with_choices, with_value
 
 METRICS = "metrics.jsonl"
+ACCEPT = "--accept-changes"
+"""The option with which a resumed run takes as they are the things that have changed."""
 _REFERENCE = "reference/*.safetensors"
 _REPLAYED = "trees/update-"
 
@@ -50,8 +51,6 @@ class Resumed:
     checkpoint: Path | None
     """The checkpoint to go on from; None starts at the beginning."""
     state: TrainState
-    passed: Sequence[Path]
-    """Newer checkpoints that cannot be gone on from."""
     notices: Sequence[str]
     """What the user is told when the run begins, one sentence each."""
 
@@ -66,8 +65,7 @@ def resumed(
             takes its own.
         given: the Python objects that the settings lead to.
         accepts_changes: go on although metrics, evaluations or the buffer have changed since the
-            checkpoint was written, and from an earlier one if the latest is damaged or has lost its
-            metrics.
+            checkpoint was written.
 
     Raises:
         SettingError: the run was begun with Python objects, and one of them is missing.
@@ -82,11 +80,13 @@ def resumed(
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
-        chosen = choose_checkpoint(run_dir, folder.checkpoints_dir, accepts=accepts_changes)
-        checkpoint, state = chosen.checkpoint, chosen.state
-        notices = [*changed, *chosen.notices, *_of_the_beginning(folder, checkpoint)]
+        checkpoint = latest_checkpoint(folder.checkpoints_dir)
+        state = TrainState.fresh()
+        notices = [*changed, *_of_the_beginning(folder, checkpoint)]
         if checkpoint is not None:
-            require_trust(checkpoint, CHECKPOINT)
+            state = read_state(checkpoint)
+            _refuse_short(folder, state, checkpoint)
+            require_trust(settings_of(checkpoint))
             refuse_other_settings(run_dir, own, checkpoint)
             notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
             notices += _damaged_results(folder, state.update, settings)
@@ -109,7 +109,6 @@ def resumed(
         folder=folder,
         checkpoint=checkpoint,
         state=state,
-        passed=chosen.passed,
         notices=notices,
     )
 
@@ -233,7 +232,7 @@ class FolderInputs:
 def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
     """Raises CheckpointError where the run's config.json no longer says what its checkpoint was
     trained with."""
-    place = checkpoint / "treegraft" / "config.json"
+    place = settings_of(checkpoint)
     try:
         trained = load_config(place)
     except SettingError as error:
@@ -255,79 +254,17 @@ def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The checkpoint that a run goes on from."""
-
-    checkpoint: Path | None = None
-    """None where there is none."""
-    state: TrainState = field(default_factory=TrainState.fresh)
-    passed: Sequence[Path] = ()
-    """Newer ones that cannot be gone on from."""
-    notices: Sequence[str] = ()
-    """What is lost by that, one sentence each."""
-
-
-def choose_checkpoint(run_dir: Path, checkpoints_dir: Path, *, accepts: bool) -> Chosen:
-    """Returns the newest checkpoint of a run, or with `accepts` the newest that can be gone on
-    from: its files and the metrics that it has seen are whole.
-
-    Raises:
-        CheckpointError: the newest cannot be gone on from, and is not to be passed over, or none
-            can.
-    """
-    if not (found := in_order(checkpoints_dir)):
-        return Chosen()
-    *older, newest = found
-    try:
-        state = read_state(newest)
-        _refuse_short(run_dir, state, newest)
-        return Chosen(newest, state)
-    except DamagedCheckpoint as error:
-        instead = _whole_among(run_dir, older) if accepts else None
-        if instead is None:
-            raise
-        checkpoint, earlier = instead
-        passed = [*older[older.index(checkpoint) + 1 :], newest]
-        notice = (
-            f"{error.reason}; the run goes on from {checkpoint.name}, and updates after"
-            f" {earlier.update} are lost and learned again"
+def _refuse_short(folder: RunFolder, state: TrainState, checkpoint: Path) -> None:
+    """Raises CheckpointError if metrics that a checkpoint has seen are gone: there is nothing to
+    cut to."""
+    size = folder.metrics_size()
+    if size < state.metrics_size:
+        raise CheckpointError(
+            f"run folder '{folder.path}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
+            f" {state.metrics_size}; the file was damaged, or changed or removed by hand. Put it"
+            f" back; without it '{checkpoint}' is of no use.{way_out(checkpoint)}",
+            code="metrics-changed",
         )
-        return Chosen(checkpoint, earlier, passed, [notice])
-
-
-def _whole_among(run_dir: Path, checkpoints: Sequence[Path]) -> tuple[Path, TrainState] | None:
-    """The newest checkpoint that is whole and whose metrics are, with its state."""
-    for one in reversed(checkpoints):
-        state = whole_state(one)
-        if state is None or _metrics_size(run_dir) < state.metrics_size:
-            continue
-        noted, here = state.beside.get(METRICS), FolderInputs(run_dir).checksums(state)
-        if noted is None or noted == here.get(METRICS):
-            return one, state
-    return None
-
-
-def _metrics_size(run_dir: Path) -> int:
-    path = run_dir / METRICS
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _refuse_short(run_dir: Path, state: TrainState, checkpoint: Path) -> None:
-    """Raises DamagedCheckpoint where metrics that a checkpoint has seen are gone: there is nothing
-    to cut to."""
-    size = _metrics_size(run_dir)
-    if size >= state.metrics_size:
-        return
-    checkpoints = in_order(checkpoint.parent)
-    instead = _whole_among(run_dir, checkpoints[: checkpoints.index(checkpoint)])
-    way = ways_out(run_dir, checkpoint, f"from {instead[0].name}" if instead else None)
-    raise DamagedCheckpoint(
-        f"run folder '{run_dir}': metrics.jsonl has {size} bytes, {checkpoint.name} saw"
-        f" {state.metrics_size}; the file was damaged, or changed or removed by hand",
-        f" {way}",
-        code="metrics-changed",
-    )
 
 
 def refuse_changes(
@@ -363,14 +300,12 @@ def _changes(noted: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     return changed
 
 
-def ways_out(run_dir: Path, checkpoint: Path, how: str | None = "all the same") -> str:
-    """Returns how to go on where something beside a checkpoint has changed: `how` with the option
-    that accepts it, None for not at all."""
-    ways = ["Put it back"]
-    if how is not None:
-        ways.append(f"go on {how} with: treegraft train --resume {run_dir} {ACCEPT}")
-    ways.append(f"or start a new run with model.path={checkpoint}")
-    return f"{', '.join(ways)}."
+def ways_out(run_dir: Path, checkpoint: Path) -> str:
+    """Returns how to go on if something beside a checkpoint has changed."""
+    return (
+        f"Put it back, go on all the same with: treegraft train --resume {run_dir} {ACCEPT}, or"
+        f" start a new run with model.path={checkpoint}."
+    )
 
 
 CHANGED = {

@@ -22,7 +22,6 @@ from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import (
     TrainState,
     checkpoint_name,
-    leave_out,
     prune_checkpoints,
 )
 from treegraft.runs.metrics import CALLS
@@ -31,7 +30,7 @@ from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
 from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed
 from treegraft.runs.tree_files import find_part
-from treegraft.runs.trust import RUN, key_problem, mark
+from treegraft.runs.trust import remember
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
 from treegraft.settings.objects import Source
@@ -133,7 +132,6 @@ class Run:
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
     _notices: Sequence[str] = ()
-    _passed: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         self.display, self.stop = self.recorder.display, Stop()
@@ -179,7 +177,6 @@ class Run:
                 "checkpoint": found.checkpoint,
                 "state": found.state,
                 "_notices": found.notices,
-                "_passed": found.passed,
             }
         else:
             config, folder = cls._settings(source, accepts_changes=accepts_changes), None
@@ -187,7 +184,6 @@ class Run:
                 "path": new_run_path(config, recipe, source),
                 "checkpoint": None,
                 "state": TrainState.fresh(),
-                "_notices": [*filter(None, [key_problem()])],
             }
         try:
             recorder = Recorder(config, display, callbacks)
@@ -311,10 +307,8 @@ class Run:
             update = -1 if self.checkpoint is None else self.state.update
             folder.cut_to(update, self.state.metrics_size, is_closed=self.state.is_closed)
             folder.cut_warmup(self.state.warmup_steps)
-            for checkpoint in self._passed:
-                leave_out(checkpoint)
             write_atomically(self.path / "config.json", config_json(self.config))
-            mark(self.path, RUN)
+            remember(self.path / "config.json")
         self.folder = folder
         self._of_folder = FolderInputs(folder.path)
         return folder
@@ -601,6 +595,7 @@ class Run:
 
     def _write_to(self, place: Path) -> None:
         assert self.folder is not None
+        self.folder.refuse_removed()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
         beside = self._of_folder.checksums(state, self._session.replayed())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import compress
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Protocol
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from treegraft.core.text import plain
-from treegraft.core.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
+from treegraft.core.types import Origin, Status, Step, Trajectory, Tree
 
 _STATUS_STYLE: Mapping[Status, str] = {
     Status.COMPLETED: "green",
@@ -27,56 +26,38 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-def _labelled(label: str, body: str, style: str) -> Table:
-    """Returns a label with its text in a column beside it."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=9, style=style)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(label, overflow="ellipsis", no_wrap=True), Text(body))
-    return grid
-
-
-def _observation(observation: Observation, limit: int | None) -> Table:
-    flags = (observation.is_error, observation.is_truncated)
-    marks = list(compress(("error", "cut"), flags))
-    body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
-    return _labelled("result", body, "red" if observation.is_error else "magenta")
-
-
-def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    if content.thought.strip():
-        parts.append(_labelled("think", plain(content.thought.strip(), limit), "dim"))
-    for place, call in enumerate(content.calls):
-        parts.append(_labelled(plain(call.name), plain(call.body.strip(), limit), "cyan"))
-        if place < len(content.observations):
-            parts.append(_observation(content.observations[place], limit))
-    if content.answer is not None:
-        parts.append(_labelled("answer", plain(content.answer, limit), "bold green"))
-    return parts
-
-
-def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[RenderableType]:
-    parts = _content(step.content, limit)
-    if step.violation is not None:
-        parts.append(_labelled("violation", plain(step.violation), "red"))
-    if written := unread(step, tokenizer):
-        parts.append(_labelled("wrote", plain(written, limit), "yellow"))
-    return parts
-
-
 def unread(step: Step, tokenizer: Decoder | None) -> str:
-    """Returns the text of a step that the format could not read, or its length where there is no
+    """Returns the text of a step that the format could not read, or its length if there is no
     tokenizer; empty for a step that could be read."""
     content = step.content
     is_empty = not content.thought.strip() and not content.calls and content.answer is None
     if tokenizer is not None and (step.violation is not None or is_empty):
         return tokenizer.decode(list(step.written_ids))
-    is_told = not is_empty or step.violation is not None
-    return "" if is_told else f"{step.num_tokens} tokens that the format cannot read"
+    if is_empty and step.violation is None:
+        return f"{step.num_tokens} tokens that the format cannot read"
+    return ""
 
 
-def outcome(trajectory: Trajectory) -> Text:
+def _parts(step: Step, tokenizer: Decoder | None) -> Iterator[tuple[str, str, str]]:
+    """Yields label, text and style of each part of a step."""
+    content = step.content
+    if content.thought.strip():
+        yield "think", content.thought, "dim"
+    # A call that ended the trajectory has no result.
+    for call, seen in zip_longest(content.calls, content.observations[: len(content.calls)]):
+        yield call.name, call.body, "cyan"
+        if seen is not None:
+            marks = "[error] " * seen.is_error + "[cut] " * seen.is_truncated
+            yield "result", f"{marks}{seen.text}", "red" if seen.is_error else "magenta"
+    if content.answer is not None:
+        yield "answer", content.answer, "bold green"
+    if step.violation is not None:
+        yield "violation", step.violation, "red"
+    if written := unread(step, tokenizer):
+        yield "wrote", written, "yellow"
+
+
+def outcome(trajectory: Trajectory) -> str:
     """Returns how a trajectory ended, on one line: status, reward, advantage, what was expected."""
     leaf = trajectory.leaf
     parts = [str(leaf.status).replace("_", " ")]
@@ -94,12 +75,12 @@ def outcome(trajectory: Trajectory) -> Text:
         parts.append(plain(leaf.error, 300))
     if trajectory.task.reference and not leaf.is_correct:
         parts.append(f"expected {plain(' or '.join(trajectory.task.reference), 200)}")
-    return Text(", ".join(parts), style=_STATUS_STYLE[leaf.status])
+    return ", ".join(parts)
 
 
 def transcript(
     trajectory: Trajectory, tokenizer: Decoder | None = None, *, limit: int | None = None
-) -> RenderableType:
+) -> Table:
     """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
 
     Args:
@@ -107,24 +88,31 @@ def transcript(
             length.
         limit: longest text of one part, in characters; None shows all.
     """
-    parts: list[RenderableType] = [
-        _labelled("question", plain(trajectory.task.question, limit), "bold")
-    ]
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9)
+    grid.add_column(overflow="fold")
+
+    def add(label: str, text: str, style: str, text_style: str = "") -> None:
+        shown = Text(plain(label), style, no_wrap=True, overflow="ellipsis")
+        grid.add_row(shown, Text(plain(text, limit), text_style))
+
+    add("question", trajectory.task.question, "bold")
     for number, step in enumerate(trajectory.steps[1:], start=1):
-        author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
-        parts.append(Text(f"step {number}{author}", style="bold blue"))
-        parts.extend(_step(step, tokenizer, limit))
-    parts.append(outcome(trajectory))
-    return Group(*parts)
+        author = "" if step.origin is Origin.POLICY else step.origin.name.lower()
+        add(f"step {number}", author, "bold blue", "bold blue")
+        for label, text, style in _parts(step, tokenizer):
+            add(label, text.strip(), style)
+    style = _STATUS_STYLE[trajectory.leaf.status]
+    grid.add_row(Text("ended", style), Text(outcome(trajectory), style))
+    return grid
 
 
 def pick_sample(tree: Tree) -> Trajectory | None:
     """Returns the trajectory with the highest reward, of equals the one with most calls, then the
     first; None of a tree without leaves."""
-    trajectories = tree.trajectories()
-    if not trajectories:
-        return None
-    return max(
-        trajectories,
-        key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls),
-    )
+
+    def worth(trajectory: Trajectory) -> tuple[float, int]:
+        reward = trajectory.reward
+        return (float("-inf") if reward is None else reward), trajectory.num_tool_calls
+
+    return max(tree.trajectories(), key=worth, default=None)

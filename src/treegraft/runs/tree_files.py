@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from treegraft.core.errors import DataError
 from treegraft.core.files import (
@@ -54,7 +54,9 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 _READ = 4096
-"""Bytes read at a head; the name and the checksum are in the first hundred."""
+"""Bytes read at a head."""
+_LONGEST_START = 128
+"""Bytes of a head before its index."""
 _MOST_HEAD = 1 << 20
 _MOST_HOPS = 1000
 """From head to head in a file, which a stranger may have written."""
@@ -63,6 +65,8 @@ _MOST_LINE = 1 << 28
 _MOST_GROWN = 1000
 """Bytes of a tree, beyond 4 MB, for each of its frame: a small one can hold zeros without end, and
 equal trajectories pack to a few hundredths."""
+_MOST_LISTS = 1 << 22
+"""Lists and objects of a tree: two letters of JSON become sixty-four bytes of memory."""
 _TASK = re.compile(rb'\{"group_id":"(?:[^"\\]|\\.)*","task":\{"id":("(?:[^"\\]|\\.)*")')
 """How a line begins: ten thousand files are not parsed for the ids of their tasks."""
 _OPTIONS: Mapping[int, int] = {
@@ -77,9 +81,6 @@ class TreePart:
 
     name: str
     """Such as "update-000012" and "eval-000010-greedy"."""
-    kind: str
-    """ "update", or the kind of evaluation: "greedy" or "sampled"."""
-    update: int
     path: Path
     within: Path
     """The folder that no link may lead out of."""
@@ -93,6 +94,18 @@ class TreePart:
     """Of its file, to which others may have been added."""
     index: bytes = field(compare=False, repr=False, default=b"")
     """What its head says of each tree, as JSON."""
+
+    @property
+    def kind(self) -> str:
+        """ "update", or the kind of evaluation: "greedy" or "sampled"."""
+        found = PART_NAME.fullmatch(self.name)
+        return found[3] or found[1] if found else "update"
+
+    @property
+    def update(self) -> int:
+        """The update, or the one after which was evaluated; 0 for a file of another name."""
+        found = PART_NAME.fullmatch(self.name)
+        return int(found[2]) if found else 0
 
     @property
     def size(self) -> int:
@@ -110,21 +123,24 @@ class TreePart:
         return f"trees/{self.name}" if self.checksum else f"trees/{self.path.name}"
 
     def places(self) -> list[tuple[str, int, int]]:
-        """Returns task, begin and end of each tree; the task "" for a damaged line and where the
+        """Returns task, begin and end of each tree; the task is "" for a damaged line, and if the
         head has no room for it. Raises DataError for a damaged head."""
-        begin, found = self.body, list[tuple[str, int, int]]()
+        sizes: list[tuple[str, int]] = []
         with self._reading():
             if self.checksum:
-                for name, size in parse_json(self.index):
-                    found.append((str(name), begin, begin := begin + int(size)))
-                if begin != self.end:
+                sizes = [(str(task), int(size)) for task, size in parse_json(self.index)]
+                if self.body + sum(size for _, size in sizes) != self.end:
                     raise ValueError("the sizes of its trees are others")
-                return found
-            with open_inside(self.path, self.within) as file:
-                for line in file:
-                    task = _TASK.match(line)
-                    name = str(json.loads(task[1])) if task else ""
-                    found.append((name, begin, begin := begin + len(line)))
+            else:
+                with open_inside(self.path, self.within) as file:
+                    for line in file:
+                        task = _TASK.match(line)
+                        sizes.append((str(json.loads(task[1])) if task else "", len(line)))
+        found = []
+        begin = self.body
+        for name, size in sizes:
+            found.append((name, begin, begin + size))
+            begin += size
         return found
 
     def lines(self, first: int = 0, num: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -136,12 +152,8 @@ class TreePart:
                 file.seek(begin)
                 data = file.read(end - begin)
                 if self.checksum:
-                    reader = zstd.ZstdDecompressor()
-                    most = min(_MOST_LINE, (1 << 22) + _MOST_GROWN * len(data))
                     with self._reading(f", line {number + 1}"):
-                        data = reader.decompress(data, max_length=most)
-                        if not reader.eof:
-                            raise ValueError(f"cut off, or over {most >> 20} MB")
+                        data = _unpacked(data)
                 yield number, data
 
     @contextmanager
@@ -172,6 +184,19 @@ class TreePart:
         return checksum(self.name.encode() + data[head.end() if head else 0 :])
 
 
+def _unpacked(frame: bytes) -> bytes:
+    """The line in a frame. Raises ValueError or ZstdError: it is damaged, or would fill the
+    memory."""
+    most = min(_MOST_LINE, (1 << 22) + _MOST_GROWN * len(frame))
+    reader = zstd.ZstdDecompressor()
+    line = reader.decompress(frame, max_length=most)
+    if not reader.eof:
+        raise ValueError(f"cut off, or over {most >> 20} MB")
+    if line.count(b"[") + line.count(b"{") > _MOST_LISTS:
+        raise ValueError(f"over {_MOST_LISTS:,} lists")
+    return line
+
+
 def pack_of(path: Path) -> Path | None:
     """Returns the file that holds `trees/update-000012`; None for what is not named like that."""
     found = PART_NAME.fullmatch(path.name.removesuffix(".jsonl"))
@@ -189,11 +214,10 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
         write_atomically(path, b"".join(lines))
         return
     frames = [zstd.compress(line, options=_OPTIONS) for line in lines]
-    for names in ([tree.task.id for tree in trees], [""] * len(trees)):
-        sizes = list(zip(names, map(len, frames), strict=True))
-        index = json.dumps(sizes, separators=(",", ":")).encode()
-        if len(index) <= _MOST_HEAD - _READ:
-            break
+    sizes = [(tree.task.id, len(frame)) for tree, frame in zip(trees, frames, strict=True)]
+    index = json.dumps(sizes, separators=(",", ":")).encode()
+    if len(index) > _MOST_HEAD - _READ:
+        index = json.dumps([("", size) for _, size in sizes], separators=(",", ":")).encode()
     body = index + b"".join(frames)
     name = path.name.removesuffix(".jsonl")
     head = f"{name} {len(body) - len(index)} {checksum(name.encode() + body)} ".encode()
@@ -210,55 +234,52 @@ def parts_of(path: Path, within: Path | None = None) -> list[TreePart]:
     Raises:
         OSError: it cannot be read.
     """
-    found, begin, within = list[TreePart](), 0, within or path.parent
+    within = within or path.parent
+    found = []
+    begin = 0
     with open_inside(path, within) as file:
         stat = os.fstat(file.fileno())
         if not path.name.endswith(_ENDING):
-            return [_part(path.stem, path, within, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
+            return [TreePart(path.stem, path, within, 0, 0, stat.st_size, "", stat.st_mtime_ns)]
         for _ in range(_MOST_HOPS):
-            file.seek(begin)
-            head = _HEAD.match(data := file.read(_READ))
-            if head and (length := 8 + int.from_bytes(head[1], "little")) <= _MOST_HEAD:
-                end, name = begin + length + int(head[3]), head[2].decode()
-                if end <= stat.st_size and PART_NAME.fullmatch(name):
-                    data += file.read(max(0, length - len(data)))
-                    about = head[4].decode(), stat.st_mtime_ns, data[head.end() : length]
-                    found.append(_part(name, path, within, begin, begin + length, end, *about))
-                    begin = end
-                    continue
-            if (begin := _next_head(file, begin + 1)) < 0:
+            if (place := _next_head(file, begin)) is None:
                 break
+            begin, head = place
+            length = 8 + int.from_bytes(head[1], "little")
+            body = begin + length
+            end = body + int(head[3])
+            name = head[2].decode()
+            if length > _MOST_HEAD or end > stat.st_size or not PART_NAME.fullmatch(name):
+                begin += 1
+                continue
+            file.seek(begin + len(head[0]))
+            index = file.read(length - len(head[0]))
+            part = (name, path, within, begin, body, end, head[4].decode(), stat.st_mtime_ns, index)
+            found.append(TreePart(*part))
+            begin = end
     return found
 
 
-def _part(name: str, *about: Any) -> TreePart:
-    found = PART_NAME.fullmatch(name)
-    kind, update = (found[3] or found[1], int(found[2])) if found else ("update", 0)
-    return TreePart(name, kind, update, *about)
-
-
-def _next_head(file: BinaryIO, begin: int) -> int:
-    """Where the next head begins; -1 where there is none."""
+def _next_head(file: BinaryIO, begin: int) -> tuple[int, re.Match[bytes]] | None:
+    """Where the next head begins, at `begin` or behind it, and its start."""
     while True:
         file.seek(begin)
-        data = file.read(1 << 20)
-        if found := _HEAD.search(data):
-            return begin + found.start()
-        if len(data) < 1 << 20:
-            return -1
-        begin += len(data) - _READ
+        data = file.read(_READ)
+        if head := _HEAD.search(data):
+            return begin + head.start(), head
+        if len(data) < _READ:
+            return None
+        begin += _READ - _LONGEST_START
 
 
 def files_in(folder: Path) -> list[Path]:
     """Returns the files of trees of a folder, without links that lead out of it."""
     found = []
-    for entry in os.scandir(folder) if folder.is_dir() else ():
-        stem = entry.name.removesuffix(".zst").removesuffix(".jsonl")
-        is_pack = entry.name.endswith(_ENDING) and re.fullmatch("(update|eval)s-[0-9]{6,12}", stem)
-        if not is_pack and not (entry.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)):
-            continue
-        path = Path(entry.path)
-        if not (entry.is_symlink() and leads_outside(path, folder)):
+    for path in folder.iterdir() if folder.is_dir() else ():
+        stem = path.name.removesuffix(".zst").removesuffix(".jsonl")
+        is_pack = path.name.endswith(_ENDING) and re.fullmatch("(update|eval)s-[0-9]{6,12}", stem)
+        is_part = path.name.endswith(".jsonl") and PART_NAME.fullmatch(stem)
+        if (is_pack or is_part) and not (path.is_symlink() and leads_outside(path, folder)):
             found.append(path)
     return found
 
@@ -292,21 +313,16 @@ def find_part(path: Path) -> TreePart | None:
 def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
     """Removes what was written after an update, which is evaluated unless it is not closed."""
     for path in files_in(folder):
-        parts = [(one, is_closed or one.kind == "update") for one in parts_of(path)]
-        kept = [one.end for one, stays in parts if one.update < update + stays]
-        if not kept and (parts or _is_cut_off(path)):
+        end = 0
+        for part in parts_of(path):
+            is_closed_part = is_closed or part.kind == "update"
+            if part.update < update or (part.update == update and is_closed_part):
+                end = part.end
+        if not end:
             path.unlink()
-        elif kept and kept[-1] < path.stat().st_size:
+        elif end < path.stat().st_size:
             with open_own(path, "ab") as file:
-                file.truncate(kept[-1])
-
-
-def _is_cut_off(path: Path) -> bool:
-    """Whether a file without a whole part ends within its first; else its head is damaged."""
-    with open_inside(path, path.parent) as file:
-        head = _HEAD.match(file.read(_READ))
-        length = 8 + int.from_bytes(head[1], "little") + int(head[3]) if head else 100
-        return length > os.fstat(file.fileno()).st_size
+                file.truncate(end)
 
 
 def drop_parts(folder: Path, update: int) -> None:

@@ -41,8 +41,6 @@ CAUSES: Mapping[str, type[Any]] = {
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors that parsing a damaged line may raise."""
-_MOST_SHARED = 256
-"""Longest text that trees share, in characters: thousands are kept, also when no tree has them."""
 
 
 def tree_to_json(tree: Tree) -> str:
@@ -61,7 +59,7 @@ def tree_to_dict(tree: Tree) -> dict[str, Any]:
         "task": _task_to_dict(tree.task),
         "budget": asdict(tree.budget),
         "leaves": [asdict(leaf) for leaf in tree.leaves],
-        "steps": [*map(step_to_dict, tree.steps)],
+        "steps": [step_to_dict(step) for step in tree.steps],
     }
 
 
@@ -152,23 +150,9 @@ def tree_from_dict(data: dict[str, Any]) -> Tree:
         task=_task_from_dict(data["task"]),
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
-        leaves=tuple(
-            Leaf(**{**_shared(one), "status": Status(one["status"])}) for one in data["leaves"]
-        ),
+        leaves=tuple(Leaf(**{**one, "status": Status(one["status"])}) for one in data["leaves"]),
         steps=tuple(_step_from_dict(step) for step in data["steps"]),
     )
-
-
-_same = functools.lru_cache(1 << 12)(str)
-"""Texts that are alike are one object. Not `sys.intern`: Python 3.12 never frees what that took."""
-
-
-def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
-    # Ids, names and rules come once for each step that has them; long texts are not kept alive.
-    return {
-        key: _same(one) if type(one) is str and len(one) <= _MOST_SHARED else one
-        for key, one in found.items()
-    }
 
 
 def _expanded(runs: Sequence[Sequence[int]], kind: Callable[[int], int]) -> list[int]:
@@ -210,26 +194,27 @@ def _columns_from_dict(data: dict[str, Any]) -> dict[str, Column | None]:
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
     columns = _columns_from_dict(data)
-    content, cause = _shared(data.pop("content")), data.pop("cause")
+    content = data.pop("content")
+    cause = data.pop("cause")
     # The first versions recorded neither decisions nor lesson_ids.
     decision = data.pop("decision", None)
     if decision is not None:
-        seen = BranchCause(**_shared(decision["seen"]))
+        seen = BranchCause(**decision["seen"])
         decision = BranchDecision(**{**decision, "seen": seen})
     return Step(
         **{
-            **_shared(data),
+            **data,
             **columns,
             "lesson_ids": tuple(data.get("lesson_ids", ())),
             "entropy_kind": EntropyKind(data["entropy_kind"]),
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(
                 thought=content["thought"],
-                calls=tuple(ToolCall(**_shared(call)) for call in content["calls"]),
-                observations=tuple(map(observation_from, map(_shared, content["observations"]))),
+                calls=tuple(ToolCall(**call) for call in content["calls"]),
+                observations=tuple(map(observation_from, content["observations"])),
                 answer=content["answer"],
             ),
-            "cause": None if cause is None else CAUSES[cause.pop("kind")](**_shared(cause)),
+            "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
             "decision": decision,
         }
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.files import parse_json, read_inside
-from treegraft.runs.trust import RUN, is_trusted
+from treegraft.runs.trust import is_trusted
 from treegraft.tools.search.encoders import BUILT_IN, Encoder, build_encoder, encoder_name
 from treegraft.traces.store import COLUMNS, content_from_json, pruning_rows, refuse_foreign
 
@@ -214,7 +214,7 @@ class BufferView:
         # code. The settings of a run that this user made or trusts are the user's own word.
         own = ""
         with suppress(OSError, ValueError, KeyError, TypeError, SettingError):
-            if is_trusted(self._run_dir, RUN):
+            if is_trusted(self._run_dir / "config.json"):
                 found = parse_json(read_inside(self._run_dir / "config.json", self._run_dir))
                 own = encoder_name(found["buffer"]["encoder"])
         if name not in (*BUILT_IN, own):

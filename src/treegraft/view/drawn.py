@@ -45,7 +45,7 @@ def as_text(shown: Tree | Trajectory) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
     console.print(drawn(shown) if isinstance(shown, Tree) else transcript(shown))
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip("\n")
+    return console.file.getvalue().rstrip()
 
 
 def as_html(shown: Tree | Trajectory) -> str:
