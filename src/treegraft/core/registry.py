@@ -46,7 +46,6 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "search": ("bm25", "dense"),
     "sampler": ("epochs",),
     "engine": ("native", "vllm", "auto"),
-    "sender": ("auto", "shared", "disk", "adapter", "external"),
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "command": (
@@ -56,7 +55,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names of the core by seam, which no extension may take."""
 
 PARTS: Final = (
-    *("engine", "format", "sampler", "search", "toolset", "tracker", "sender", "placement"),
+    *("engine", "format", "sampler", "search", "toolset", "tracker", "placement"),
     *("service", "choice", "comparison", "examination", "trial", "finding"),
 )
 """Seams of `Registry.part`; the page says what each object is called with."""

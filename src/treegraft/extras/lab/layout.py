@@ -96,7 +96,9 @@ class ServerOptions:
     """What a recipe's options of `vllm serve` say of its memory."""
 
     share: float | None
-    """Of each of its GPUs, 0..1; None where engine.vllm.cache_gb says how much it is."""
+    """Of each of its GPUs, 0..1; None if the next says how much it is."""
+    cache: float
+    """Bytes for keys and values."""
     tensor_parallel: int
 
     @classmethod
@@ -104,9 +106,10 @@ class ServerOptions:
         """Returns those of engine.vllm.server_args; values that are not numbers count as absent."""
         given = config.engine.vllm.server_args
         share = _option(given, "--gpu-memory-utilization")
-        if share is None and config.engine.vllm.cache_gb is None:
+        cache = _option(given, "--kv-cache-memory-bytes")
+        if share is None and cache is None:
             share = SERVER_SHARE
-        return cls(share=share, tensor_parallel=config.engine.vllm.gpus_each)
+        return cls(share=share, cache=cache or 0.0, tensor_parallel=config.engine.vllm.gpus_each)
 
 
 def _option(arguments: Sequence[str], *names: str) -> float | None:

@@ -105,7 +105,7 @@ def server_bytes(config: Config, shape: shapes.ModelShape, plan: Plan, num_gpus:
     if options.share is not None:
         return options.share * plan.card.memory
     weights = shape.num_weights * BYTES[config.model.dtype] / _parallel(config, num_gpus)
-    return weights + 1e9 * (config.engine.vllm.cache_gb or 0.0) + RESERVED
+    return weights + options.cache + RESERVED
 
 
 def _parallel(config: Config, num_gpus: int) -> int:
