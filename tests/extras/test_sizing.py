@@ -269,8 +269,8 @@ def test_the_page_says_how_many_paths_of_a_3b_model_fit() -> None:
 
 
 def test_a_server_takes_its_share_of_the_card_by_hand() -> None:
-    """Of 80 GB: 0.92 of it where nothing is said; with the bytes of the cache the weights, the cache and what is
-    reserved; two GPUs share the weights."""
+    """Of 80 GB: 0.92 of it if nothing is said; with the bytes of the cache the weights, the cache
+    and what is reserved; two GPUs share the weights."""
     config = load_config(SEVEN, ["engine.kind=vllm"])
     shape, plan = shaped(config), Plan.of(1, "H100:80")
     assert server_bytes(config, shape, plan, 1) == pytest.approx(73.6e9)

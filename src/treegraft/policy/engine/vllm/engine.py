@@ -218,22 +218,18 @@ class VllmEngine(ServerEngine):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""
-        servers = self._servers
+        counts = self._servers.counts
         metrics = {
-            "time/engine_requests": float(servers.num_requests),
-            "time/engine_moved": float(servers.num_moved),
-            "time/engine_restarts": float(servers.num_restarts),
-            "time/engine_servers": float(len(servers.live)),
-            "time/engine_cached_frac": servers.num_cached / max(1, servers.num_prompt),
+            "time/engine_requests": float(counts["requests"]),
+            "time/engine_moved": float(counts["moved"]),
+            "time/engine_restarts": float(counts["restarts"]),
+            "time/engine_servers": float(len(self._servers.live)),
+            "time/engine_cached_frac": counts["cached"] / max(1, counts["prompt"]),
             "time/publish_bytes": float(self._num_bytes),
         }
         if self._bounds:
             metrics["rollout/entropy_tail_bound"] = fmean(self._bounds)
-        servers.num_requests = 0
-        servers.num_moved = 0
-        servers.num_restarts = 0
-        servers.num_cached = 0
-        servers.num_prompt = 0
+        counts.clear()
         self._num_bytes = 0
         self._bounds = []
         return metrics

@@ -1,11 +1,11 @@
-"""Starts a server, and ends it with all its processes when the run that wanted it has ended.
+"""Starts a server and ends it with all its processes when the run that wanted it has ended.
 
 A script of its own, free of other packages. The run holds the other end of standard input: however
 it ends, also by SIGKILL, the pipe is closed then.
 
     python launch.py '["FOLDER", ...]' COMMAND ...
 
-The folders are removed if the run has ended without saying so.
+The folders are removed if the run has died, and so cannot remove them itself.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ def main(folders: list[str], command: list[str]) -> int:
         signal.signal(number, lambda got, _: asked.append(got))
     # A group of its own, by which the processes that a dead server leaves are found.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-    is_orphan = False
-    while server.poll() is None and not asked:
-        readable, _, _ = select.select([0], [], [], POLL_S)
-        # A fork of the run may hold the pipe open.
-        is_orphan = os.getppid() != parent or (bool(readable) and os.read(0, 1) == b"")
-        if readable or is_orphan:
+    # A fork of the run may hold the pipe open, so its parent tells too.
+    while server.poll() is None and not asked and os.getppid() == parent:
+        is_closed, _, _ = select.select([0], [], [], POLL_S)
+        if is_closed:
             break
     end_all(server)
-    if is_orphan:
+    if os.getppid() != parent:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
     return server.returncode

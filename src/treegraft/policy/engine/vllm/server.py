@@ -25,8 +25,6 @@ CONTROL_TIMEOUT_S = 30.0
 ANSWER_BYTES = 1 << 20
 """Largest answer to a question that needs no computing."""
 TAIL_LINES = 15
-STOP = b"s"
-"""Said to a launcher before its pipe is closed; without it, it takes the run for ended."""
 _STOP_S = 15.0
 """Time that the launcher gets to end its server, in seconds; it takes 9 at most."""
 
@@ -53,7 +51,7 @@ class Process:
         Args:
             command: of the server.
             log: appended to.
-            folders: removed by the launcher if the run ends without closing the engine.
+            folders: removed by the launcher if the run dies.
             sockets: at which it listens; removed before a start, since a killed one leaves them.
         """
         launcher = Path(__file__).with_name("launch.py")
@@ -97,21 +95,14 @@ class Process:
             return "\n".join(lines[-TAIL_LINES:])
         return ""
 
-    def stop(self, *, for_good: bool = True) -> None:
-        """Ends the server and all its processes, and waits for that.
-
-        Args:
-            for_good: the folders go too.
-        """
+    def stop(self) -> None:
+        """Ends the server and all its processes, and waits for that."""
         process = self._process
         self._process = None
         if process is None:
             return
         assert process.stdin is not None
-        with suppress(OSError):
-            if not for_good:
-                process.stdin.write(STOP)
-            process.stdin.close()
+        process.stdin.close()
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

@@ -12,13 +12,14 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from treegraft.core.errors import EngineError, SettingError
+from treegraft.core.errors import EngineError
 from treegraft.policy.engine.vllm.checks import check_identity
 from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.replies import REPLY_BYTES, ROUTE
@@ -107,11 +108,8 @@ class Servers:
         self._loading = asyncio.Lock()
         """Held while a server reads a folder, which a publish would replace."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_requests = 0
-        self.num_moved = 0
-        self.num_restarts = 0
-        self.num_prompt = 0
-        self.num_cached = 0
+        self.counts: Counter[str] = Counter()
+        """Requests, moved requests, restarts, and tokens of prompts, since the last metrics."""
 
     # ------------------------------------------------------------------ requests
 
@@ -145,7 +143,7 @@ class Servers:
                 return await self.ask_member(member, body)
             except Unreachable as error:
                 fault = str(error)
-                self.num_moved += 1
+                self.counts["moved"] += 1
                 self.lost(member, fault)
         raise EngineError(
             f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}",
@@ -164,15 +162,15 @@ class Servers:
             async with member.rows:
                 if member.state is not State.LIVE:
                     raise Unreachable(member.fault)
-                self.num_requests += 1
+                self.counts["requests"] += 1
                 reply = await member.server.post(ROUTE, body, timeout_s=None, max_bytes=most)
         finally:
             member.load -= 1
         self._check_weights(member, reply)
         usage = reply.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
-        self.num_prompt += usage.get("prompt_tokens", 0)
-        self.num_cached += details.get("cached_tokens") or 0
+        self.counts["prompt"] += usage.get("prompt_tokens", 0)
+        self.counts["cached"] += details.get("cached_tokens") or 0
         return dict(reply)
 
     def _check_weights(self, member: Member, reply: Mapping[str, Any]) -> None:
@@ -229,14 +227,6 @@ class Servers:
             ) from error
         except Unreachable as error:
             raise EngineError(f"engine: {error}.{_log_of(member)}", code="server-failed") from error
-        except SettingError:
-            raise
-        except _UNREADABLE as error:
-            raise EngineError(
-                f"engine.vllm: {member.server} is not a vLLM server, by its answers ({error!r});"
-                " expected one that docs/serving.md describes. Correct the address.",
-                code="not-a-vllm-server",
-            ) from error
 
     async def close(self) -> None:
         """Ends the servers that are ours."""
@@ -281,7 +271,7 @@ class Servers:
         _log.warning("%s: %s; its requests go to other servers", member.server, member.fault)
         while member.num_restarts < MAX_RESTARTS:
             member.num_restarts += 1
-            self.num_restarts += 1
+            self.counts["restarts"] += 1
             try:
                 async with asyncio.timeout(self._wait_s):
                     await self._raise_up(member)
@@ -314,7 +304,7 @@ class Servers:
             # A process that hangs may still say that it is well.
             if not is_well or member.hangs:
                 member.sleeps = False
-                await asyncio.to_thread(process.stop, for_good=False)
+                await asyncio.to_thread(process.stop)
                 process.start()
         while not await server.is_healthy():
             if process is not None and process.exit_status is not None:
