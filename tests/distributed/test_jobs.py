@@ -164,8 +164,8 @@ def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: P
         "rollout.max_completion_tokens=40",
         *("tasks.search_world.hops=[1,2]", "eval.at_start=false", "eval.at_end=false"),
     )
-    own = (f"run.dir={tmp_path}", "run.name=shape", "run.num_updates=0", "warmup.num_steps=0")
-    result = train(load_config("demo", [*overrides, *own]), display=False)
+    own = (f"run.dir={tmp_path}", "run.name=shape", "run.num_updates=0")
+    result = train(load_config("demo", [*own, *overrides[1:]]), display=False)
     # Of its shape alone something is used: a run publishes its weights first.
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint_dir)
     with fakes(model.eval(), max_context=256) as (server,):

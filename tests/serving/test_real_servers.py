@@ -158,7 +158,7 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert max(line.get("learn/engine_gap", 0.0) for line in metrics) < LIMIT
     assert not below(os.getpid()), "processes of a server are left"
     assert not [*tmp_path.glob(".servers-*")]
-    assert not [*Path("/dev/shm").glob("treegraft-weights-*")]
+    assert not [*Path("/dev/shm").glob(f"treegraft-weights-{os.getpid()}-*")]
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -214,7 +214,7 @@ def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
             parent = SHARED_MEMORY
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="treegraft-weights-", dir=parent))
+        return Path(tempfile.mkdtemp(prefix=f"treegraft-weights-{os.getpid()}-", dir=parent))
     except OSError as error:
         raise SettingError(
             f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"

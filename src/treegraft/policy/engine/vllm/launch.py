@@ -20,9 +20,9 @@ import subprocess
 import sys
 import time
 
-POLL_S = 0.5
+POLL_S = 0.2
 GRACE_S = 8.0
-"""Time between SIGTERM and SIGKILL, in seconds."""
+"""Time that the server gets to end, and then its processes, in seconds."""
 
 
 def main(folders: list[str], command: list[str]) -> int:
@@ -51,12 +51,14 @@ def end_all(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(GRACE_S)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-            if number == signal.SIGTERM:
-                # Python's processes remove their shared memory and semaphores meanwhile.
-                time.sleep(POLL_S)
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(server.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            # Python's processes remove their shared memory and semaphores meanwhile.
+            time.sleep(POLL_S)
+            os.killpg(server.pid, 0)
+        os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
