@@ -29,7 +29,7 @@ from treegraft.core.types import Sampling
 from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.served import NUM_ASKED
-from treegraft.policy.engine.vllm.protocol import likely_columns, tail_bounds
+from treegraft.policy.engine.vllm.replies import likely_entropies, tail_bounds
 from treegraft.policy.load import load_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, NativeSettings
 
@@ -68,8 +68,6 @@ class Path(NamedTuple):
     """Of the answer before the tool's result."""
     after: Pair
     """Of that behind it."""
-    logprob_gap: float
-    """Farthest of a drawn token's log-probability from what its own column says."""
     bounds: np.ndarray
     """[tokens of both] The most that each likely entropy may lack; `rollout/entropy_tail_bound`."""
 
@@ -126,15 +124,13 @@ def _scored(model: Any, key: tuple[int | str, ...], pieces: Sequence[Sequence[in
     logprobs = logits.log_softmax(dim=-1)
     exact = -(logprobs.exp() * logprobs).sum(dim=-1)
     largest = logprobs.topk(NUM_ASKED, dim=-1).values
-    own = logprobs[:-1].gather(1, ids[1:, None])
     # The row before a token is that which it was drawn from.
-    said, likely, tails = likely_columns(torch.cat([own, largest[:-1]], dim=1).numpy())
+    likely, tails = likely_entropies(largest[:-1].numpy())
     ends = [*itertools.accumulate(map(len, pieces))]
     spans = [slice(ends[0] - 1, ends[1] - 1), slice(ends[2] - 1, ends[3] - 1)]
     first, after = (Pair(exact[:-1].numpy()[span], likely[span]) for span in spans)
-    gap = float(np.abs(said - own[:, 0].numpy()).max())
     bounds = tail_bounds(tails, logits.shape[-1] - NUM_ASKED)
-    return Path(key, first, after, gap, np.concatenate([bounds[span] for span in spans]))
+    return Path(key, first, after, np.concatenate([bounds[span] for span in spans]))
 
 
 def errors(paths: Sequence[Path]) -> dict[str, float]:
@@ -152,7 +148,6 @@ def errors(paths: Sequence[Path]) -> dict[str, float]:
         "missed_worst": round(float(missed.max()), 4),
         "bound_mean": round(float(bounds.mean()), 4),
         "bound_least_room": float((bounds - missed).min()),
-        "logprob_worst": max(path.logprob_gap for path in paths),
     }
 
 

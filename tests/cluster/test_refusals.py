@@ -185,7 +185,6 @@ def test_settings_of_a_cluster_elsewhere(
     ("tables", "code"),
     [
         ({"engine": {"kind": "vllm", "vllm": {"servers": ["http://a:1"]}}}, "servers-on-cluster"),
-        ({"engine": {"kind": "vllm"}, "publish": {"kind": "adapter"}}, "adapter-on-cluster"),
         ({"cluster": {"server_gpus": 8, "engines": 3}}, "engines-invalid"),
         # A share of 2/3 fits each GPU once, so that one of three engines would wait for ever.
         ({"cluster": {"server_gpus": 2, "engines": 3}}, "engines-invalid"),

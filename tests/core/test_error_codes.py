@@ -109,7 +109,6 @@ extras/test_study test_a_study_builds_on_another_file
 tools/test_toolbox_services test_a_replay_answers_from_the_file_alone
 tools/test_tools test_functions_may_declare_capability_and_cacheability
 test_train test_a_skipped_publish_is_found_by_version_or_checksum
-policy/test_vllm_engine test_adapters_need_a_rank
 """
 """Tests that read sentences of ours: some of each part, since a sentence is a product, and those
 whose point is a name or a reason within one."""

@@ -30,7 +30,7 @@ OF_EXTRAS = {
     "tasks.math_worker": "math_verify",
 }
 """Modules of the core that are imported for one feature alone, and the package of that feature."""
-OF_OTHERS = tuple(f"policy.engine.vllm.{name}" for name in ("columns", "draw", "plugin"))
+OF_OTHERS = ("policy.engine.vllm.plugin",)
 """Modules that are imported where vLLM is."""
 
 

@@ -156,7 +156,7 @@ def trees_of(run_dir: Path) -> list[Any]:
 @pytest.mark.slow
 def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: Path) -> None:
     """Two ranks, and a server of ours that answers as vLLM does; the same updates by one process
-    and the native engine."""
+    and that server."""
     overrides = (
         *("run.num_updates=2", "run.tasks_per_update=3", "warmup.num_steps=150", "eval.every=0"),
         *("tasks.num_train=40", "tasks.num_eval=4", "explore.num_leaves=4"),
@@ -164,29 +164,24 @@ def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: P
         "rollout.max_completion_tokens=40",
         *("tasks.search_world.hops=[1,2]", "eval.at_start=false", "eval.at_end=false"),
     )
-    own = (f"run.dir={tmp_path}", "run.name=native")
-    config = load_config("demo", [*overrides, *own])
-    result = train(config, display=False)
+    own = (f"run.dir={tmp_path}", "run.name=shape", "run.num_updates=0")
+    result = train(load_config("demo", [*own, *overrides[1:]]), display=False)
     # Of its shape alone something is used: a run publishes its weights first.
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint_dir)
     with fakes(model.eval(), max_context=256) as (server,):
-        served = (
-            "run.dir=.",
-            "run.name=run",
-            "engine.kind=vllm",
-            f"engine.vllm.servers=['{server.url}']",
-        )
-        with job(tmp_path, "demo", *overrides, *served) as (_, _, lines):
-            said = "".join(lines)
+        served = ("engine.kind=vllm", f"engine.vllm.servers=['{server.url}']")
+        own = (f"run.dir={tmp_path}", "run.name=alone")
+        train(load_config("demo", [*overrides, *served, *own]), display=False)
+        server.num_loads = 0
+        with job(tmp_path, "demo", *overrides, *served, "run.dir=.", "run.name=run") as job_:
+            said = "".join(job_[2])
     assert "finished run" in said, said
     # Before the run, after the warm-up, after each update.
     assert server.num_loads == 4
     found = trees_of(tmp_path / "run")
-    assert found == trees_of(tmp_path / "native") and len(found) == 6
+    assert found == trees_of(tmp_path / "alone") and len(found) == 6
     assert any(kind is BranchCause for steps, _ in found for _, _, kind in steps)
-    for mine, other in zip(
-        *map(read_metrics, (tmp_path / "run", tmp_path / "native")), strict=True
-    ):
+    for mine, other in zip(*map(read_metrics, (tmp_path / "run", tmp_path / "alone")), strict=True):
         expected = pytest.approx(other.get("learn/grad_norm", 0.0), rel=1e-4)
         assert mine.get("learn/grad_norm", 0.0) == expected
         assert mine.get("learn/engine_gap", 0.0) < 1e-4

@@ -15,11 +15,10 @@ from tests.policy.test_vllm_engine import (
     MODEL,
     OTHER,
     Work,
-    adapted_learner,
     ask,
     config_of,
-    native,
     same,
+    undisturbed,
 )
 from tests.support.error_codes import raises_code
 from tests.support.fake_vllm import FakeVllm, fakes
@@ -29,7 +28,7 @@ from tests.support.tiny import tiny
 from treegraft.core.types import Completion
 from treegraft.policy.engine.vllm.build import build_engine, options
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.fleet import State
+from treegraft.policy.engine.vllm.servers import State
 from treegraft.policy.weights import ModelWeights
 from treegraft.settings.load import load_config
 
@@ -60,8 +59,7 @@ async def sampled(engine: VllmEngine) -> list[Completion]:
     return await asyncio.gather(*(ask(engine, one) for one in range(6)))
 
 
-@pytest.mark.parametrize("publish", ["auto", "memory"])
-def test_weights_wake_before_a_publish_and_the_cache_after_it(publish: str, tmp_path: Path) -> None:
+def test_weights_wake_before_a_publish_and_the_cache_after_it(tmp_path: Path) -> None:
     """Twice, without the weights that a server slept with: they are gone."""
     third = build_model("llama", 2)
 
@@ -77,49 +75,29 @@ def test_weights_wake_before_a_publish_and_the_cache_after_it(publish: str, tmp_
         return found
 
     with fakes(MODEL, 2) as servers:
-        before, after = run_asleep(servers, tmp_path, work, publish=publish)
+        before, after = run_asleep(servers, tmp_path, work)
         once = ["sleep 2", "wake weights", "load", "wake kv_cache"]
         assert [one.events for one in servers] == [2 * once, 2 * once]
-    assert same(before, native(OTHER, range(6))) and same(after, native(third, range(6)))
+    assert same(before, undisturbed(OTHER, tmp_path, range(6))) and same(
+        after, undisturbed(third, tmp_path, range(6))
+    )
 
 
-def test_below_adapters_the_weights_are_kept(tmp_path: Path) -> None:
-    learner = adapted_learner()
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        await engine.publish(learner.weights(), 1)
-        await engine.rest()
-        await engine.publish(learner.weights(), 2)
-        return await sampled(engine)
-
-    with fakes(MODEL) as servers:
-        found = run_asleep(servers, tmp_path, work, publish="adapter")
-        expected = ["load", "sleep 1", "wake weights", "load", "wake kv_cache"]
-        assert servers[0].events == expected
-    merged = copy.deepcopy(MODEL)
-    merged.load_state_dict(dict(learner.weights()))
-    assert same(found, native(merged, range(6)))
-
-
-def test_one_that_dies_asleep_is_left_alone_until_the_publish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_dies_asleep_is_left_alone_until_the_publish(tmp_path: Path) -> None:
     """Started while the learner works it would find no room."""
-    monkeypatch.setattr("treegraft.policy.engine.vllm.fleet.WATCH_S", 0.02)
 
     async def work(engine: VllmEngine) -> list[Completion]:
         await engine.rest()
         await asyncio.to_thread(servers[0].die)
-        await asyncio.sleep(0.3)
-        (member,) = engine._fleet.members
-        assert member.state is State.LIVE and member.num_revivals == 0
+        (member,) = engine._servers.members
+        assert member.state is State.LIVE and member.num_restarts == 0
         await asyncio.to_thread(servers[0].revive)
         await engine.publish(ModelWeights(OTHER.state_dict()), 1)
         return await sampled(engine)
 
     with fakes(MODEL) as servers:
         found = run_asleep(servers, tmp_path, work)
-    assert same(found, native(OTHER, range(6)))
+    assert same(found, undisturbed(OTHER, tmp_path, range(6)))
 
 
 def test_one_that_cannot_sleep_is_told_of_and_goes_on(
@@ -136,7 +114,7 @@ def test_one_that_cannot_sleep_is_told_of_and_goes_on(
     with fakes(MODEL) as servers:
         found = run_asleep(servers, tmp_path, work)
         assert servers[0].events == ["load"]
-    assert same(found, native(OTHER, range(6)))
+    assert same(found, undisturbed(OTHER, tmp_path, range(6)))
 
 
 def test_without_the_setting_nobody_sleeps(tmp_path: Path) -> None:

@@ -1,31 +1,27 @@
-"""The engine "vllm" against servers of ours that answer as vLLM does: the same tokens as the native
-engine whatever dies, and no reply by other weights."""
+"""The engine "vllm" against servers of ours that answer as vLLM does: the same tokens whatever
+dies, and no reply by other weights."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -39,42 +35,27 @@ from tests.support.tiny import tiny
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, EntropyKind, Filters, Sampling, StopReason
-from treegraft.extras.memory import pipe
-from treegraft.extras.memory.pipe import buckets, parts_of
-from treegraft.extras.memory.senders import Senders
-from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.engine.vllm import fleet, launch
+from treegraft.policy.engine.vllm import launch
 from treegraft.policy.engine.vllm.build import (
+    SHARED_MEMORY,
     _environment,
     _folder_for_weights,
     build_engine,
     client,
-    draws_by_vllm,
     find_python,
     gpus_of,
     options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.fleet import Fleet, State
-from treegraft.policy.engine.vllm.folder import WeightsFolder, held_folder, write_folder
-from treegraft.policy.engine.vllm.loading import CHANGED, Due, Held, give_weights
-from treegraft.policy.engine.vllm.protocol import (
-    likely_columns,
-    packed,
-    tail_bounds,
-    unpacked,
-)
+from treegraft.policy.engine.vllm.folder import write_folder
+from treegraft.policy.engine.vllm.replies import likely_entropies, read_reply, tail_bounds
 from treegraft.policy.engine.vllm.server import Process, Server, Unreachable
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.load import with_adapters
 from treegraft.policy.publish import Canaries, Publisher
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
 from treegraft.runs.checkpoint import TrainState
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-
-# transformers renames what peft asks for.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 MODEL = build_model("llama", 0)
 OTHER = build_model("llama", 1)
@@ -86,12 +67,11 @@ Work = Callable[[VllmEngine], Awaitable[Any]]
 def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
-    kind = vllm.pop("publish", "auto")
+    kind = vllm.pop("publish", "disk")
     vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
     return load_config(
         tiny(
             run={"dir": str(folder)},
-            model={"lora": {"rank": 2 if kind == "adapter" else 0}},
             engine={**engine, "vllm": vllm},
             publish={"kind": kind},
         )
@@ -99,10 +79,11 @@ def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
 
 
 def run(fakes: list[FakeVllm], folder: Path, work: Work, **vllm: Any) -> Any:
+    model = vllm.pop("start_with", MODEL)
     config = config_of(fakes, folder, **vllm)
 
     async def main() -> Any:
-        engine = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
+        engine = build_engine(config, copy.deepcopy(model), word_tokenizer(), "tiny")
         try:
             await engine.open()
             return await asyncio.wait_for(work(engine), 40.0)
@@ -121,18 +102,17 @@ async def ask(engine: Any, number: int, sampling: Sampling = LONG) -> Completion
     return await engine.complete(Request(PREFIX, sampling, noise_key=key(number)))
 
 
-def native(model: Any, numbers: range, sampling: Sampling = LONG) -> list[Completion]:
-    """What the native engine writes for the same keys."""
+def undisturbed(
+    model: Any, folder: Path, numbers: range, sampling: Sampling = LONG
+) -> list[Completion]:
+    """What one server of that model writes for the same keys."""
 
-    async def main() -> list[Completion]:
-        settings = load_config(tiny()).engine
-        engine = NativeEngine(copy.deepcopy(model), word_tokenizer(), settings)
-        try:
-            return await asyncio.gather(*(ask(engine, one, sampling) for one in numbers))
-        finally:
-            await engine.close()
+    async def work(engine: VllmEngine) -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, one, sampling) for one in numbers))
 
-    return asyncio.run(main())
+    with fakes(model) as servers:
+        found: list[Completion] = run(servers, folder, work, start_with=model)
+    return found
 
 
 def same(found: list[Completion], expected: list[Completion]) -> bool:
@@ -147,60 +127,17 @@ def same(found: list[Completion], expected: list[Completion]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        LONG,
-        Sampling(max_new_tokens=8, temperature=0.0),
-        Sampling(max_new_tokens=8, temperature=0.7),
-    ],
-    ids=["sampled", "greedy", "cool"],
-)
-def test_tokens_are_those_of_the_native_engine(tmp_path: Path, sampling: Sampling) -> None:
-    async def work(engine: VllmEngine) -> list[Completion]:
-        return await asyncio.gather(*(ask(engine, one, sampling) for one in range(6)))
-
-    with fakes(MODEL) as servers:
-        found = run(servers, tmp_path, work)
-    assert same(found, native(MODEL, range(6), sampling))
-
-
-def test_stops_and_finals_end_as_in_the_native_engine(tmp_path: Path) -> None:
-    plain = native(MODEL, range(8))
-    words = [word_tokenizer().decode([one.token_ids[2]]).strip() for one in plain]
-    sampling = Sampling(max_new_tokens=12, stop=tuple(words[:3]), final=tuple(words[3:5]))
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        return await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
-
-    with fakes(MODEL) as servers:
-        found = run(servers, tmp_path, work)
-    expected = native(MODEL, range(8), sampling)
-    assert same(found, expected)
-    assert any(
-        len(one.token_ids) < len(other.token_ids) for one, other in zip(found, plain, strict=True)
-    )
-
-
-def test_a_probe_comes_early_and_changes_no_token(tmp_path: Path) -> None:
+def test_a_probe_comes_after_its_tokens(tmp_path: Path) -> None:
     seen: list[tuple[float, ...]] = []
 
     async def work(engine: VllmEngine) -> Completion:
-        return await engine.complete(
-            Request(
-                PREFIX,
-                LONG,
-                noise_key=key(0),
-                probe_tokens=3,
-                on_probe=lambda x: seen.append(tuple(x)),
-            )
-        )
+        request = Request(PREFIX, LONG, key(0), probe_tokens=3, on_probe=seen.append)
+        return await engine.complete(request)
 
     with fakes(MODEL) as servers:
         found = run(servers, tmp_path, work)
         assert servers[0].num_requests == 2
-    assert same([found], native(MODEL, range(1)))
-    assert seen == [found.entropies[:3]]
+    assert len(found.token_ids) == 12 and seen == [found.entropies[:3]]
 
 
 def test_dead_servers_requests_move_and_nothing_changes(tmp_path: Path) -> None:
@@ -227,7 +164,7 @@ def test_dead_servers_requests_move_and_nothing_changes(tmp_path: Path) -> None:
     with fakes(MODEL, 2, token_s=0.02) as servers:
         found = run(servers, tmp_path, work)
     assert {one.policy_version for one in found} == {1}
-    assert same(found, native(OTHER, range(12)))
+    assert same(found, undisturbed(OTHER, tmp_path, range(12)))
 
 
 def test_no_reply_by_other_weights_is_taken(tmp_path: Path) -> None:
@@ -239,12 +176,12 @@ def test_no_reply_by_other_weights_is_taken(tmp_path: Path) -> None:
         servers[0].model.load_state_dict(MODEL.state_dict())
         servers[0].label = "default"
         second = await ask(engine, 1)
-        assert engine.take_metrics()["time/engine_stale"] == 1.0
+        assert engine.take_metrics()["time/engine_moved"] == 1.0
         return [first, second]
 
     with fakes(MODEL) as servers:
         found = run(servers, tmp_path, work)
-    assert same(found, native(OTHER, range(2)))
+    assert same(found, undisturbed(OTHER, tmp_path, range(2)))
 
 
 def test_a_publish_waits_for_completions_and_holds_new_ones_back(tmp_path: Path) -> None:
@@ -263,8 +200,8 @@ def test_a_publish_waits_for_completions_and_holds_new_ones_back(tmp_path: Path)
         before, after = run(servers, tmp_path, work)
     assert {one.policy_version for one in before} == {0}
     assert {one.policy_version for one in after} == {1}
-    assert same(before, native(MODEL, range(4)))
-    assert same(after, native(OTHER, range(4, 8)))
+    assert same(before, undisturbed(MODEL, tmp_path, range(4)))
+    assert same(after, undisturbed(OTHER, tmp_path, range(4, 8)))
 
 
 def test_a_server_gets_no_more_requests_than_it_has_rows(tmp_path: Path) -> None:
@@ -306,84 +243,48 @@ def test_errors_of_a_server_are_tried_again_and_then_told(tmp_path: Path) -> Non
 
     with fakes(MODEL) as servers:
         found = run(servers, tmp_path, work)
-    assert same([found], native(MODEL, range(1)))
+    assert same([found], undisturbed(MODEL, tmp_path, range(1)))
 
 
-def test_a_server_that_hangs_is_found_and_the_deadline_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treegraft.policy.engine.vllm.fleet.WATCH_S", 0.05)
+def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(tmp_path: Path) -> None:
+    """It answers questions, and no request for tokens. One of ours would be started again."""
 
     async def work(engine: VllmEngine) -> Completion:
-        servers[0].hangs = True
-        asked = asyncio.create_task(ask(engine, 0))
-        while not servers[1].num_requests:
-            await asyncio.sleep(0.01)
-        found = await asked
-        servers[0].hangs = servers[1].hangs = True
+        await ask(engine, 0)
+        (home,) = [one for one in servers if one.num_requests]
+        home.hangs = True
+        # Another step of the same tree goes to the same server.
         with raises_code("engine-late"):
-            await ask(engine, 1)
-        return found
+            await engine.complete(Request(PREFIX, LONG, (*key(0)[:-1], "1")))
+        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
+        assert [*await engine.canaries()] == [one.url for one in servers if one is not home]
+        home.hangs = False
+        while engine.capacity < 8:
+            await asyncio.sleep(0.01)
+        assert engine.take_metrics()["time/engine_restarts"] == 1.0
+        return await ask(engine, 0)
 
     with fakes(MODEL, 2) as servers:
-        found = run(servers, tmp_path, work, hang_timeout_s=0.3, deadline_s=1.0)
+        found = run(servers, tmp_path, work, deadline_s=1.0)
         servers[0].hangs = servers[1].hangs = False
-    assert same([found], native(MODEL, range(1)))
+    assert same([found], undisturbed(OTHER, tmp_path, range(1)))
 
 
-@pytest.mark.smoke
-def test_a_slow_server_is_drained_until_the_next_publish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two takes a second a token: its requests move, and completions are the same."""
-    monkeypatch.setattr(fleet, "WATCH_S", 0.05)
+def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply of 12 tokens may have 12 times 4,096 bytes, and 1,000 besides."""
+    monkeypatch.setattr("treegraft.policy.engine.vllm.servers.ANSWER_BYTES", 1000)
 
-    async def work(engine: VllmEngine) -> list[Completion]:
-        servers[1].token_s = 1.0
-        found = await asyncio.gather(*(ask(engine, one) for one in range(32)))
-        metrics = engine.take_metrics()
-        assert metrics["time/engine_drained"] == 1.0 and metrics["time/engine_moved"] > 0
-        assert engine.capacity == 4 and metrics["time/engine_restarts"] == 0.0
-        servers[1].token_s = 0.0
-        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-        assert engine.capacity == 8 and servers[1].num_loads == servers[0].num_loads
-        return found
+    async def work(engine: VllmEngine) -> None:
+        servers[0].padding = 20_000
+        await ask(engine, 0)
+        servers[0].padding = 50_152
+        with raises_code("request-failed-often"):
+            await ask(engine, 0)
+        with pytest.raises(Unreachable, match="answered /resume with more than 10 bytes"):
+            await engine._servers.members[0].server.post("/resume", max_bytes=10)
 
-    with fakes(MODEL, 2, token_s=0.015) as servers:
-        found = run(servers, tmp_path, work)
-    assert same(found, native(MODEL, range(32)))
-
-
-@pytest.mark.parametrize(
-    ("speeds", "slow"),
-    [
-        # A quarter of the others' median, 100 and 10 a request, in all and for each request.
-        ([(20.0, 2.0), (100.0, 10.0), (100.0, 10.0)], [0]),
-        ([(25.0, 2.5), (100.0, 10.0), (100.0, 10.0)], []),
-        # Few requests: slow in all, quick for each.
-        ([(20.0, 20.0), (100.0, 10.0), (100.0, 10.0)], []),
-        ([(0.0, 0.0), (100.0, 10.0), None], [0]),
-        ([(0.0, 0.0), None, None], []),
-    ],
-)
-def test_which_server_is_slow_by_hand(
-    speeds: list[tuple[float, float] | None], slow: list[int]
-) -> None:
-    settings = load_config(tiny()).engine
-    many = Fleet([Server(str(n), None) for n in range(3)], settings, {}, False)  # type: ignore[arg-type]
-    for _ in range(fleet.SLOW_LOOKS):
-        assert not many.num_drained
-        for member, speed in zip(many.members, speeds, strict=True):
-            member.state, member.speed = fleet.State.LIVE, speed
-        many._find_slow()
-    found = [n for n, one in enumerate(many.members) if one.state is fleet.State.DRAINED]
-    assert found == slow and many.num_drained == len(slow)
-    # Where no other is left, a drained one answers.
-    for member in many.members:
-        if member.state is fleet.State.LIVE:
-            member.state = fleet.State.LEFT_OUT
-    if slow:
-        assert asyncio.run(many._member_for(None)) is many.members[slow[0]]
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
 
 
 def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
@@ -394,22 +295,18 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         assert isinstance(engine.death, EngineError)
 
     with fakes(MODEL) as servers:
-        run(servers, tmp_path, work, max_restarts=1, start_timeout_s=1.0)
+        run(servers, tmp_path, work, start_timeout_s=0.5)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-        assert servers[0].owner.startswith(f"{os.uname().nodename}:{os.getpid()}:")
+        # The former folder goes once all servers have read the new one.
+        assert len([*engine._weights.iterdir()]) == 1
 
-    # Other processes of the suite may have theirs there.
-    ours = f"treegraft-*{os.getpid()}-*"
-    before = set(launch.SHARED_MEMORY.glob(ours))
     with fakes(MODEL) as servers:
         run(servers, tmp_path, work)
-        assert servers[0].owner == ""
     assert not list(tmp_path.iterdir())
-    assert set(launch.SHARED_MEMORY.glob(ours)) <= before
 
 
 def learner_of(model: Any) -> Learner:
@@ -425,7 +322,7 @@ def test_a_server_that_keeps_its_old_weights_is_told_from_the_learner(
     """It says that it has the new ones, with their label and checksum. Where another server is
     left, none of its tokens reaches a tree; after three publishes the run ends."""
     learner = learner_of(OTHER)
-    expected = native(OTHER, range(6))
+    expected = undisturbed(OTHER, tmp_path, range(6))
 
     async def work(engine: VllmEngine) -> None:
         publisher = Publisher(engine, learner, "float32", TrainState.fresh())
@@ -459,7 +356,7 @@ def test_a_server_that_is_right_again_is_trusted_again(tmp_path: Path) -> None:
                 servers[0].model.load_state_dict(MODEL.state_dict())
             await publisher.publish(version)
             assert (publisher.check(version, None)["learn/canary_gap"] < 1e-5) == (version % 3 == 0)
-        assert engine.take_metrics()["time/engine_drained"] == 4.0
+        assert servers[0].num_loads == 6
 
     with fakes(MODEL) as servers:
         run(servers, tmp_path, work)
@@ -517,248 +414,23 @@ def test_bfloat16_canaries_are_measured_by_the_first_publish() -> None:
     assert Canaries("bfloat16", 0.1).first_gap == 0.1
 
 
-# ------------------------------------------------------------------ adapters
+# ------------------------------------------------------------------ draws and entropies
 
 
-def adapted_learner() -> Learner:
-    """Of the first model with an adapter that is no longer zero."""
-    lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
-    config = load_config(tiny(model=lora))
-    model = with_adapters(copy.deepcopy(MODEL), config.model, seed=0)
-    learner = Learner(model, config.learn, config.loss, length_constant=7)
-    move(learner, 1)
-    return learner
-
-
-def move(learner: Learner, seed: int) -> None:
-    draws = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in learner.model.named_parameters():
-            if ".lora_B." in name:
-                weight.copy_(0.2 * torch.randn(weight.shape, generator=draws))
-
-
-def test_adapters_alone_are_published_over_the_first_weights(tmp_path: Path) -> None:
-    """Completions are those of the merged weights, also by a server that has died and is back."""
-    learner = adapted_learner()
-    first = dict(learner.weights())
-
-    async def work(engine: VllmEngine) -> list[list[Completion]]:
-        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
-        await publisher.publish(1)
-        found = [await asyncio.gather(*(ask(engine, one) for one in range(6)))]
-        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
-        assert servers[0].num_loads == 1, "the first weights, when it was opened"
-        assert servers[0].adapter_files == [
-            "README.md",
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        ]
-        folders = list(engine._weights.iterdir())
-        move(learner, 2)
-        await publisher.publish(2)
-        assert servers[0].num_loads == 1 and len(servers[0].adapters) == 1
-        # The former adapter is removed, the first weights stay.
-        assert len(list(engine._weights.iterdir())) == len(folders) == 2
-        await asyncio.to_thread(servers[0].die)
-        asked = [asyncio.create_task(ask(engine, one)) for one in range(6)]
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(servers[0].revive)
-        found.append(await asyncio.gather(*asked))
-        assert servers[0].num_loads == 2 and servers[0].num_adapter_loads == 3
-        return found
-
-    with fakes(MODEL) as servers:
-        before, after = run(servers, tmp_path, work, publish="adapter")
-    for weights, found in ((first, before), (dict(learner.weights()), after)):
-        merged = copy.deepcopy(MODEL)
-        merged.load_state_dict(weights)
-        assert same(found, native(merged, range(6)))
-
-
-def test_adapters_need_a_rank(tmp_path: Path) -> None:
-    with raises_code(
-        "settings-contradict",
-        "publish.kind",
-        "model.lora.rank",
-        match=r"publish\.kind: got 'adapter', but model\.lora\.rank",
-    ):
-        load_config(tiny(engine={"kind": "vllm"}, publish={"kind": "adapter"}))
-
-    async def work(engine: VllmEngine) -> None:
-        with raises_code("adapter-missing", match="these weights come without adapters"):
-            await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-
-    with fakes(MODEL) as servers:
-        run(servers, tmp_path, work, publish="adapter")
-    config = load_config(
-        tiny(model={"lora": {"rank": 9}}, engine={"kind": "vllm"}, publish={"kind": "adapter"})
-    )
-    found = options(config, 1)
-    assert found[found.index("--max-lora-rank") + 1] == "16" and "--enable-lora" in found
-
-
-def test_the_former_adapter_goes_when_the_new_one_is_there() -> None:
-    """A failed load leaves it."""
-    said: list[tuple[str, str]] = []
-
-    class Stub:
-        fails = False
-
-        async def request(self, method: str, path: str, body: dict[str, str], **_: Any) -> None:
-            said.append((path.rpartition("/")[2], body["lora_name"]))
-            if self.fails:
-                raise Unreachable("no room")
-
-    server, held = Stub(), Held(has_base=True)
-    for number, label in enumerate("abc"):
-        due = Due(label, WeightsFolder("/nowhere"), "", is_adapter=True)
-        server.fails = number == 1
-        with contextlib.suppress(Unreachable):
-            asyncio.run(give_weights(server, held, due, None, 1.0))  # type: ignore[arg-type]
-        assert held.adapter == "aac"[number]
-    load, unload = "load_lora_adapter", "unload_lora_adapter"
-    assert said == [(load, "a"), (load, "b"), (load, "c"), (unload, "a")]
-
-
-# ------------------------------------------------------------------ weights from memory to memory
-
-
-def test_weights_go_from_memory_to_memory(tmp_path: Path) -> None:
-    """In buckets over gloo, twice through one pipe to each server; nothing is written."""
-    third = build_model("llama", 2)
-
-    async def work(engine: VllmEngine) -> list[list[Completion]]:
-        found = []
-        for version, model in enumerate((OTHER, third), 1):
-            await engine.publish(ModelWeights(model.state_dict()), version)
-            size = sum(one.nbytes for one in model.state_dict().values())
-            # The first publish counts what the servers began with.
-            most = (3 if version == 1 else 1.01) * size
-            assert size <= engine.take_metrics()["time/publish_bytes"] <= most
-            found.append(await asyncio.gather(*(ask(engine, one) for one in range(6))))
-        assert not list(engine._weights.iterdir())
-        return found
-
-    with fakes(MODEL, 2) as servers:
-        before, after = run(servers, tmp_path, work, publish="memory")
-        assert [(one.num_joins, one.num_loads) for one in servers] == [(1, 3), (1, 3)]
-    assert same(before, native(OTHER, range(6))) and same(after, native(third, range(6)))
-
-
-def test_the_meeting_place_of_a_publish_listens_on_one_interface() -> None:
-    meeting = pipe.Pipe("127.0.0.1", 0, 0, 2, "gloo", 5.0)
-    socket.create_connection(("127.0.0.1", meeting.port), 5).close()
-    # Also of this machine: whoever listens on all interfaces answers here.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", meeting.port), 5)
-    meeting.close()
-
-
-def test_half_a_publish_never_counts(tmp_path: Path) -> None:
-    """A server that loses the network after three tensors is left out, with a label that no request
-    takes; the other one answers by the new weights."""
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        servers[0].receives = 3
-        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-        found = await asyncio.gather(*(ask(engine, one) for one in range(6)))
-        while engine._fleet.members[0].state is not State.LEFT_OUT:
-            await asyncio.sleep(0.01)
-        assert servers[0].label == "loading" and servers[1].label == engine._fleet.due.label
-        return found
-
-    with fakes(MODEL, 2) as servers:
-        found = run(servers, tmp_path, work, publish="memory", max_restarts=1)
-    assert same(found, native(OTHER, range(6)))
-
-
-def test_a_server_that_is_back_gets_the_weights_of_memory_again(tmp_path: Path) -> None:
-    async def work(engine: VllmEngine) -> list[Completion]:
-        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-        await asyncio.to_thread(servers[0].die)
-        asked = [asyncio.create_task(ask(engine, one)) for one in range(6)]
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(servers[0].revive)
-        return await asyncio.gather(*asked)
-
-    with fakes(MODEL) as servers:
-        found = run(servers, tmp_path, work, publish="memory")
-    assert same(found, native(OTHER, range(6)))
-
-
-def test_what_several_ranks_stream_is_sent_once_a_publish() -> None:
-    """They may be learning when a server is back: it waits for the next publish."""
-
-    class Streamed:
-        names, fingerprint = ["w"], "f"
-
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            yield "w", torch.zeros(2)
-
-    async def main() -> None:
-        senders, server = Senders(1.0), Server("http://127.0.0.1:9", httpx.AsyncClient())
-        due = Due("a", None, "f", source=Streamed())
-        assert await senders.give({}, due) == {}
-        fault: Any = (await senders.give({server: {}}, due))[server]
-        assert fault.code == CHANGED
-
-    asyncio.run(main())
-
-
-def test_buckets_hold_what_was_put_in() -> None:
-    """Every type begins where it may, and each bucket but the last two is full."""
-    given = [
-        ("a", torch.arange(3, dtype=torch.int8)),
-        ("b", torch.randn(2, 5).bfloat16().T),
-        ("c", torch.tensor(7.5)),
-        ("d", torch.randn(4, 4, dtype=torch.float64)),
-        ("e", torch.randn(3)),
-    ]
-    found = [*buckets(given, size=100)]
-    assert [[name for name, *_ in one.meta] for one in found] == [[*"abcd"], ["e"], []]
-    parts = [one for bucket in found for one in parts_of(*bucket)]
-    for (name, tensor), (other, back) in zip(given, parts, strict=True):
-        assert name == other and back.dtype == tensor.dtype and torch.equal(back, tensor)
-
-
-def test_a_handle_of_memory_travels_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers and bytes, by torch's own names; the receiver takes its own number of the GPU."""
-    seen: list[Any] = []
-
-    class Storage:
-        def _share_cuda_(self) -> tuple[Any, ...]:
-            return (3, b"handle\x00\xff", 4096, 512, b"counter", 8, b"event", True)
-
-        @staticmethod
-        def _new_shared_cuda(*values: Any) -> None:
-            seen.extend(values)
-            raise KeyboardInterrupt
-
-    flat = SimpleNamespace(untyped_storage=Storage)
-    monkeypatch.setattr(pipe, "_untyped_storage", Storage)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(KeyboardInterrupt):
-        pipe.opened(json.loads(json.dumps(pipe.handle_of(flat))))  # type: ignore[arg-type]
-    assert seen == [0, b"handle\x00\xff", 4096, 512, b"counter", 8, b"event", True]
-
-
-# ------------------------------------------------------------------ servers that draw by themselves
-
-
-@contextlib.contextmanager
-def plain_fakes(num: int = 1, **options: Any) -> Iterator[list[FakeVllm]]:
-    own = {"logprobs_mode": "processed_logprobs", "draws_here": False}
-    with fakes(MODEL, num, **(own | options)) as servers:
-        yield servers
+def scored(model: Any, one: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """The model's log-probabilities at the tokens of a completion."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*PREFIX, *one.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
+    logprobs: torch.Tensor = (logits / (temperature or 1.0)).log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
+    return logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
-    tmp_path: Path, temperature: float
-) -> None:
-    """Log-probabilities and sums over the 20 likeliest tokens are those of the model; the same
-    key gives the same tokens on another server."""
+def test_entropies_are_those_of_the_likely_tokens(tmp_path: Path, temperature: float) -> None:
+    """Log-probabilities and sums over the likeliest tokens are those of the model; the same key
+    gives the same tokens on another server."""
     sampling = Sampling(max_new_tokens=6, temperature=temperature)
 
     async def work(engine: VllmEngine) -> tuple[list[Completion], list[Completion], float]:
@@ -770,186 +442,88 @@ def test_servers_without_the_plugin_give_entropies_of_the_likely_tokens(
         again = await asyncio.gather(*(ask(engine, one, sampling) for one in range(8)))
         return first, again, bound
 
-    with plain_fakes(2) as servers:
-        first, again, bound = run(servers, tmp_path, work, entropies="top_k")
+    with fakes(MODEL, 2) as servers:
+        first, again, bound = run(servers, tmp_path, work)
     assert same(first, again)
-    missed, bounds = list[float](), list[float]()
     assert (len({one.token_ids for one in first}) > 4) == (temperature > 0)
+    bounds: list[float] = []
     for one in first:
         assert one.entropy_kind is EntropyKind.TOP_K
-        path = torch.tensor([[*PREFIX, *one.token_ids]])
-        logits = MODEL(path).logits[0, len(PREFIX) - 1 : -1] / (temperature or 1.0)
-        logprobs = logits.log_softmax(dim=-1)
-        own = logprobs.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-        likely = logprobs.topk(20).values
+        logprobs = scored(MODEL, one, temperature)
+        likely = logprobs.topk(19).values
         partial = -(likely.exp() * likely).sum(dim=1)
-        full = -(logprobs.exp() * logprobs).sum(dim=1)
-        assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=1e-5)
+        missed = -(logprobs.exp() * logprobs).sum(dim=1) - partial
         assert torch.allclose(torch.tensor(one.entropies), partial, atol=1e-5)
-        assert (partial < full - 1e-3).all()
-        missed += (full - partial).tolist()
-        tail = 1 - likely.exp().sum(dim=1)
-        bounds += (tail * ((logprobs.shape[1] - 20) / tail).log()).tolist()
+        tails = 1 - likely.exp().sum(dim=1)
+        most = tails * ((logprobs.shape[1] - 19) / tails).log()
+        assert ((missed > 1e-3) & (missed < most)).all()
+        bounds += most.tolist()
     assert bound == pytest.approx(sum(bounds) / len(bounds), abs=1e-5)
-    assert all(one < most for one, most in zip(missed, bounds, strict=True))
 
 
-def test_measured_entropies_are_exact_where_vllm_draws(tmp_path: Path) -> None:
+def test_measured_entropies_are_exact(tmp_path: Path) -> None:
     """The tokens are those of "top_k", also on a server that dies and is back: it is asked to
-    measure anew. Filters are refused, since vLLM's order is another."""
+    measure anew."""
 
     async def work(engine: VllmEngine) -> list[Completion]:
-        first = await asyncio.gather(*(ask(engine, one, LONG) for one in range(4)))
+        first = await asyncio.gather(*(ask(engine, one) for one in range(4)))
         await asyncio.to_thread(servers[0].die)
-        later = asyncio.create_task(ask(engine, 4, LONG))
+        later = asyncio.create_task(ask(engine, 4))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(servers[0].revive)
-        if measures:
-            with raises_code("filters-invalid"):
-                await ask(engine, 5, Sampling(max_new_tokens=2, filters=Filters(top_k=2)))
-            assert "rollout/entropy_tail_bound" not in engine.take_metrics()
-        return [*first, await later]
+        found = [*first, await later]
+        assert "rollout/entropy_tail_bound" not in engine.take_metrics()
+        return found
 
-    found = {}
-    for measures in (True, False):
-        with plain_fakes(runner=2) as servers:
-            kind = "measured" if measures else "top_k"
-            found[kind] = run(servers, tmp_path, work, entropies=kind)
-            assert servers[0].measures is measures
-    for one, other in zip(*found.values(), strict=True):
+    with fakes(MODEL, is_v2=True) as servers:
+        found = run(servers, tmp_path, work, entropies="measured")
+        assert servers[0].measures
+    for one, other in zip(found, undisturbed(MODEL, tmp_path, range(5)), strict=True):
         assert (one.token_ids, one.sampling_logprobs) == (other.token_ids, other.sampling_logprobs)
-        assert one.entropy_kind is EntropyKind.EXACT and other.entropy_kind is EntropyKind.TOP_K
-        logits = MODEL(torch.tensor([[*PREFIX, *one.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
-        logprobs = logits.log_softmax(dim=-1)
+        assert one.entropy_kind is EntropyKind.EXACT
+        logprobs = scored(MODEL, one)
         exact = -(logprobs.exp() * logprobs).sum(dim=1)
         assert torch.allclose(torch.tensor(one.entropies), exact, atol=1e-5)
-        assert all(a > b for a, b in zip(one.entropies, other.entropies, strict=True))
 
 
 def test_only_the_v2_runner_measures(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("a server was taken that cannot measure")
 
-    with plain_fakes() as servers, raises_code("server-without-draws"):
+    with fakes(MODEL) as servers, raises_code("server-cannot-measure"):
         run(servers, tmp_path, work, entropies="measured")
     config = load_config(tiny(engine={"kind": "vllm", "vllm": {"entropies": "measured"}}))
-    words = " ".join(options(config, tmp_path / "http-0"))
-    assert "processed_logprobs" in words and "--logits-processors" not in words
     found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
+def test_a_reply_by_hand() -> None:
+    """Four tokens, of which those of .5 and .3 are reported: the other two have .2 together."""
+    likely = [{"logprob": math.log(0.3)}, {"logprob": math.log(0.5)}]
+    row = {"token_id": 3, "logprob": math.log(0.1), "top_logprobs": likely}
+    choice = {"token_ids": [3], "logprobs": {"content": [row]}}
+    ids, logprobs, entropies, bounds = read_reply(choice, 4)
+    assert (ids, logprobs) == ([3], [math.log(0.1)])
+    assert entropies == pytest.approx([0.5 * math.log(2) - 0.3 * math.log(0.3)])
+    assert bounds == pytest.approx([0.2 * math.log(10)])
+    assert read_reply(choice, None) == ([3], [math.log(0.1)], [math.log(0.5)], None)
+    with pytest.raises(KeyError):
+        read_reply({"token_ids": [3]}, 4)
+    with pytest.raises(ValueError, match="no log-probabilities"):
+        read_reply(choice | {"logprobs": {"content": []}}, 4)
+
+
 def test_the_bound_of_what_is_left_out_by_hand() -> None:
-    """Four tokens, of which two are kept: .5 and .3. The other two have .2 together."""
-    table = np.log([[0.1, 0.5, 0.3], [0.5, 0.5, 0.3]])
-    logprobs, entropies, tails = likely_columns(table)
-    assert logprobs == pytest.approx([math.log(0.1), math.log(0.5)])
-    assert entropies == pytest.approx(2 * [0.5 * math.log(2) - 0.3 * math.log(0.3)])
-    assert tails == pytest.approx([0.2, 0.2])
-    (bound, _) = tail_bounds(tails, 4 - 2)
-    assert bound == pytest.approx(0.2 * math.log(10))
     for one, other in ((0.1, 0.1), (0.15, 0.05), (0.19, 0.01)):
         left_out = -one * math.log(one) - other * math.log(other)
-        assert 0.2 * math.log(5) < left_out <= bound + 1e-12
-    # Nothing is left out, also where rounding says less than nothing.
+        (most,) = tail_bounds(np.array([0.2]), 2)
+        assert 0.2 * math.log(5) < left_out <= most + 1e-12
+    # Nothing is left out, also if rounding says less than nothing.
     assert tail_bounds(np.array([0.0, -1e-7, 1e-3]), 0) == pytest.approx(
         [0, 0, 1e-3 * math.log(1e3)]
     )
-
-
-def test_a_reply_in_columns_lacks_its_tails(tmp_path: Path) -> None:
-    """One by a server of an earlier version is refused; exact entropies have none."""
-    columns = packed([3], [-1.0], [-1.0])
-    assert unpacked(columns) == ([3], [-1.0], [-1.0], None)
-    with pytest.raises(KeyError, match="tails"):
-        unpacked(columns, 50)
-    columns = packed([3], [-1.0], [-1.0], [0.5])
-    assert unpacked(columns, 22).bounds == pytest.approx([0.5 * math.log(4)])
-
-
-def test_a_draw_by_seed_and_position_does_not_see_how_a_path_is_asked_for(tmp_path: Path) -> None:
-    """vLLM's V2 runner: with a probe in between, and without, the tokens are the same. The former
-    one begins its generator anew with each request, so each has a seed of its own."""
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        request = Request(PREFIX, LONG, noise_key=key(0))
-        probed = replace(request, probe_tokens=3, on_probe=lambda _: None)
-        return [await engine.complete(one) for one in (request, probed)]
-
-    with plain_fakes(runner=2) as servers:
-        first, again = run(servers, tmp_path, work, entropies="top_k")
-        assert servers[0].num_requests == 3
-    assert same([first], [again])
-    with plain_fakes() as servers:
-        first, again = run(servers, tmp_path, work, entropies="top_k")
-    assert first.token_ids[:3] == again.token_ids[:3] != again.token_ids[3:6]
-
-
-def test_on_gpus_the_draw_is_left_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_config(tiny(engine={"kind": "vllm"}))
-    there = {"engine": {"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:9"]}}}
-    assert not draws_by_vllm(recipe.engine.vllm)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert draws_by_vllm(recipe.engine.vllm)
-    assert not draws_by_vllm(load_config(tiny(**there)).engine.vllm)
-    config = load_config(recipe, ["engine.vllm.entropies=top_k"])
-    words = " ".join(options(config, tmp_path / "http-0"))
-    assert "--logits-processors" not in words and "--no-async-scheduling" not in words
-    found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in found
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_servers_without_the_plugin_get_weights_and_canaries(tmp_path: Path, family: str) -> None:
-    """A tied head too, of which such servers hold a copy."""
-    other = build_model(family, 1)
-    learner = learner_of(other)
-
-    async def work(engine: VllmEngine) -> Completion:
-        publisher = Publisher(engine, learner, "float32", TrainState.fresh())
-        await publisher.publish(1)
-        assert publisher.check(1, None)["learn/canary_gap"] < 1e-5
-        seen: list[int] = []
-        found = await engine.complete(
-            Request(
-                PREFIX,
-                LONG,
-                noise_key=key(0),
-                probe_tokens=3,
-                on_probe=lambda x: seen.append(len(x)),
-            )
-        )
-        assert seen == [3]
-        servers[0].model.load_state_dict(MODEL.state_dict())
-        servers[0].skip_loads = True
-        await publisher.publish(2)
-        assert publisher.check(2, None)["learn/canary_gap"] > 1e-2
-        return found
-
-    with plain_fakes() as servers:
-        found = run(servers, tmp_path, work, entropies="top_k")
-    logits = other(torch.tensor([[*PREFIX, *found.token_ids]])).logits[0, len(PREFIX) - 1 : -1]
-    own = logits.log_softmax(dim=-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-    assert torch.allclose(torch.tensor(found.sampling_logprobs), own, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("identity", "code"),
-    [
-        ({"dtype": "bfloat16"}, "server-other-dtype"),
-        ({"max_context": 20}, "server-context-short"),
-        ({"max_logprobs": 5}, "server-logprobs-few"),
-        ({"logprobs_mode": "raw_logprobs"}, "server-logprobs-mode"),
-    ],
-)
-def test_plain_servers_that_do_not_fit_are_refused(
-    tmp_path: Path, identity: dict[str, Any], code: str
-) -> None:
-    async def work(engine: VllmEngine) -> None:
-        raise AssertionError("a server was taken that does not fit")
-
-    with plain_fakes(**identity) as servers, raises_code(code):
-        run(servers, tmp_path, work, entropies="top_k")
+    sums, tails = likely_entropies(np.array([[0.0, -np.inf]]))
+    assert (sums.tolist(), tails.tolist()) == ([0.0], [0.0])
 
 
 def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
@@ -958,27 +532,32 @@ def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
 
     async def work(engine: VllmEngine) -> list[Completion]:
         found = [await ask(engine, 0)]
-        for version, other in enumerate((build_model("llama", 1), MODEL), 1):
+        for version, other in enumerate((OTHER, MODEL), 1):
             servers[0].model.load_state_dict(other.state_dict())
             servers[0].label = f"of somebody {version}"
             await engine.publish(ModelWeights({}), version)
             found.append(await ask(engine, 0))
         return found
 
-    with plain_fakes() as servers:
+    with fakes(MODEL) as servers:
         # Nothing of ours runs there.
         servers[0].has_plugin = False
-        before, other, again = run(servers, tmp_path, work, entropies="top_k", publish="external")
+        before, other, again = run(servers, tmp_path, work, publish="external")
         assert servers[0].num_loads == 0 and len(set(servers[0].labels_asked)) == 3
     assert [one.policy_version for one in (before, other, again)] == [0, 1, 2]
     assert before.token_ids == again.token_ids != other.token_ids
 
 
-def test_filters_need_the_plugin(tmp_path: Path) -> None:
-    engine = {"kind": "vllm", "vllm": {"entropies": "top_k"}}
-    with raises_code("settings-contradict", "eval.top_k", "engine.vllm.entropies"):
-        load_config(tiny(engine=engine, eval={"top_k": 5, "num_samples": 1}))
-    load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
+def test_filters_are_refused(tmp_path: Path) -> None:
+    with raises_code("settings-contradict", "eval.top_k", "engine.kind"):
+        load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
+
+    async def work(engine: VllmEngine) -> None:
+        with raises_code("filters-invalid"):
+            await ask(engine, 5, Sampling(max_new_tokens=2, filters=Filters(top_k=2)))
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
 
 
 # ------------------------------------------------------------------ bad input
@@ -991,11 +570,9 @@ def test_filters_need_the_plugin(tmp_path: Path) -> None:
         ({"model_type": "qwen2"}, "server-other-model"),
         ({"dtype": "bfloat16"}, "server-other-dtype"),
         ({"plugin": 0}, "server-plugin-version"),
-        ({"draws": [1, 2, 3]}, "server-plugin-version"),
         ({"max_context": 20}, "server-context-short"),
-        ({"max_logprobs": 1}, "server-logprobs-few"),
+        ({"max_logprobs": 5}, "server-logprobs-few"),
         ({"logprobs_mode": "raw_logprobs"}, "server-logprobs-mode"),
-        ({"draws_here": False}, "server-without-draws"),
     ],
 )
 def test_servers_that_do_not_fit_are_refused(
@@ -1016,27 +593,6 @@ def test_a_server_without_the_plugin_is_refused_with_its_version(tmp_path: Path)
         servers[0].has_plugin = False
         with raises_code("server-without-plugin"):
             run(servers, tmp_path, work)
-
-
-def test_two_runs_on_one_server_are_refused(tmp_path: Path) -> None:
-    async def work(engine: VllmEngine) -> None:
-        other = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
-        try:
-            with raises_code("server-of-other-run"):
-                await other.open()
-        finally:
-            await other.close()
-        # One that has ended without giving it up is no obstacle.
-        servers[0].owner = f"{os.uname().nodename}:4194305:ab"
-        third = build_engine(config, copy.deepcopy(MODEL), word_tokenizer(), "tiny")
-        try:
-            await third.open()
-        finally:
-            await third.close()
-
-    with fakes(MODEL) as servers:
-        config = config_of(servers, tmp_path)
-        run(servers, tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -1088,7 +644,7 @@ def test_the_socket_that_a_killed_server_has_left_does_not_stop_the_next(tmp_pat
         process.start()
         while (status := process.exit_status) is None:
             time.sleep(0.05)
-        process.stop(for_good=False)
+        process.stop()
         assert status == 0 and place.is_socket(), process.tail()
 
 
@@ -1120,7 +676,7 @@ def test_servers_of_ours_do_not_join_the_ranks(
     settings = load_config(tiny()).engine.vllm
     found = _environment(settings, 0, tmp_path, tmp_path)
     assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
-    assert found["RANKING"] == "kept" and found["VLLM_BATCH_INVARIANT"] == "0"
+    assert found["RANKING"] == "kept" and "VLLM_USE_V2_MODEL_RUNNER" not in found
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
 
@@ -1171,19 +727,18 @@ def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:
     for one in servers:
         threading.Thread(target=one.serve_forever, daemon=True).start()
 
-    async def ask() -> list[str]:
+    async def ask() -> list[bool]:
         addresses = [f"http://server-{number}" for number in range(2)]
         http = client(dict(zip(addresses, paths, strict=True)))
         servers[1].shutdown()
         servers[1].server_close()
         paths[1].unlink()
-        said = (await Server(addresses[0], http).request("GET", "/health", timeout_s=20)).text
-        is_second_there = await Server(addresses[1], http).is_healthy()
+        found = [await Server(address, http).is_healthy() for address in addresses]
         await http.aclose()
-        return [said, str(is_second_there)]
+        return found
 
     try:
-        assert asyncio.run(ask()) == ["/health", "False"]
+        assert asyncio.run(ask()) == [True, False]
     finally:
         servers[0].shutdown()
         servers[0].server_close()
@@ -1205,24 +760,7 @@ def test_folders_of_weights_give_back_every_tensor_and_its_checksum(tmp_path: Pa
     assert "tied" not in load_file(folder.path / index["files"][0])
 
 
-def test_only_folders_that_nobody_holds_are_swept(tmp_path: Path) -> None:
-    """Those of a process with a number that means nothing here, as of another container."""
-    config = config_of([], tmp_path)
-    left = launch.SHARED_MEMORY / f"treegraft-weights-999999999-{os.getpid()}"
-    left.mkdir()
-    try:
-        with held_folder(left):
-            _folder_for_weights(config, tmp_path, [], 1).rmdir()
-            assert left.exists()
-        _folder_for_weights(config, tmp_path, [], 1).rmdir()
-        assert not left.exists()
-    finally:
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def test_a_full_shared_memory_is_told_and_not_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -1233,12 +771,30 @@ def test_a_full_shared_memory_is_told_and_not_chosen(
 
     with fakes(MODEL) as servers:
         run(servers, tmp_path, work)
-    free = shutil.disk_usage(launch.SHARED_MEMORY).free
-    config = config_of([], tmp_path)
-    for num_bytes, is_shared in ((free // 4, True), (free, False)):
-        folder = _folder_for_weights(config, tmp_path, [], num_bytes)
-        assert folder.is_relative_to(launch.SHARED_MEMORY) == is_shared
+
+
+def test_where_weights_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory for servers of the run's own if two copies have room, else run.dir, or the
+    folder of the recipe."""
+    size = sum(one.nbytes for one in MODEL.parameters())
+    there = ["engine.vllm.servers=['http://127.0.0.1:9']"]
+    chosen = [f"publish.folder={tmp_path / 'chosen'}"]
+    for free, overrides, parent in (
+        (2 * size + 1, [], SHARED_MEMORY),
+        (2 * size, [], tmp_path),
+        (2 * size + 1, there, tmp_path),
+        (2 * size + 1, chosen, tmp_path / "chosen"),
+    ):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        config = load_config(tiny(engine={"kind": "vllm"}), overrides)
+        folder = _folder_for_weights(config, MODEL, tmp_path)
         folder.rmdir()
+        assert folder.parent == parent
+    (tmp_path / "file").touch()
+    config = load_config(config, [f"publish.folder={tmp_path / 'file'}"])
+    with raises_code("publish-folder-unwritable"):
+        _folder_for_weights(config, MODEL, tmp_path)
 
 
 SERVER = """
@@ -1275,11 +831,9 @@ def test_nothing_of_a_server_outlives_the_run(
         while not (words := (tmp_path / "log").read_text().split()):
             time.sleep(0.05)
         name, child, server = words[0], int(words[1]), int(words[2])
-        # The launcher has to have seen the shared memory.
-        time.sleep(2 * launch.POLL_S)
         os.kill(owner.pid if victim == "owner" else server, signal.SIGKILL)
         end = time.monotonic() + 20.0
-        while Path(f"/proc/{child}").exists() or (launch.SHARED_MEMORY / name).exists():
+        while Path(f"/proc/{child}").exists() or (SHARED_MEMORY / name).exists():
             assert time.monotonic() < end, "a process or its memory is left"
             time.sleep(0.05)
         if victim == "owner":

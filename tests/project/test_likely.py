@@ -13,7 +13,7 @@ from benchmarks.likely import Pair, Path
 def path_of(first: tuple[float, float], after: tuple[float, float]) -> Path:
     """Of one token a piece, its entropies (exact, likely)."""
     pieces = [Pair(np.array([exact]), np.array([top])) for exact, top in (first, after)]
-    return Path((0, "t"), pieces[0], pieces[1], 0.0, np.array([0.5, 2.0]))
+    return Path((0, "t"), pieces[0], pieces[1], np.array([0.5, 2.0]))
 
 
 def test_errors_by_hand() -> None:

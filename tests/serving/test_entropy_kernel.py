@@ -41,19 +41,23 @@ for dtype, rows in json.load(sys.stdin):
     # Columns of a larger tensor, as where a vocabulary is padded.
     wide = torch.tensor(rows).to(getattr(torch, dtype))
     logits = wide[:, :-5]
-    before = [drawn(logits, num) for num in (0, 1, 20)]
+    before = [drawn(logits, num) for num in (0, 1, 2, 20)]
     plain = sampler.compute_topk_scores
     kernel.measure()
     assert sampler.compute_topk_scores is rejection_sampler.compute_topk_scores is not plain
-    after = [drawn(logits, num) for num in (0, 1, 20)]
+    after = [drawn(logits, num) for num in (0, 1, 2, 20)]
     sampler.compute_topk_scores = plain
     for old, new in zip(before, after):
-        assert torch.equal(old[1], new[1]) and torch.equal(old[2], new[2])
-        assert torch.equal(old[0][:, :1], new[0][:, :1])
-        assert torch.equal(old[0][:, 2:], new[0][:, 2:])
-    assert torch.equal(after[1][0][:, 1], after[2][0][:, 1])
+        assert torch.equal(old[2], new[2])
+        for column in (0, 1):
+            assert torch.equal(old[column][:, :1], new[column][:, :1])
+            assert torch.equal(old[column][:, 2:], new[column][:, 2:])
+    assert torch.equal(before[1][0], after[1][0])
+    assert torch.equal(after[2][0][:, 1], after[3][0][:, 1])
+    # Three entries in a table by token.
+    assert all(len(set(ids)) == 3 for ids in after[2][1].tolist())
     assert launches == [(len(rows),)] * 2 and not launches.clear()
-    answers.append(after[1][0].tolist())
+    answers.append(after[2][0].tolist())
 print(json.dumps(answers))
 """
 

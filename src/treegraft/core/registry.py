@@ -46,7 +46,6 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "search": ("bm25", "dense"),
     "sampler": ("epochs",),
     "engine": ("native", "vllm", "auto"),
-    "sender": ("auto", "shared", "disk", "adapter", "external"),
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "command": (
@@ -62,7 +61,6 @@ PARTS: Final = (
     "search",
     "toolset",
     "tracker",
-    "sender",
     "placement",
     "service",
     "choice",

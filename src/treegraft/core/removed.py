@@ -6,6 +6,14 @@ _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls i
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
+_FOLDER = (
+    'Gone since 0.8: weights go through a folder, which publish.kind = "disk" means, with LoRA\'s'
+    " adapters merged."
+)
+_DRAWS = (
+    'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
+    ' native engine come from engine.kind = "native" alone.'
+)
 
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
@@ -22,10 +30,27 @@ REMOVED: dict[str, str] = {
     "loss.pair_coef": _PAIRS,
     "buffer.build.price_read": _PRICE,
     "buffer.build.price_written": _PRICE,
+    "publish.kind.auto": _FOLDER,
+    "publish.kind.shared": f'{_FOLDER} Shared memory is publish.folder = "/dev/shm/NAME".',
+    "publish.kind.memory": _FOLDER,
+    "publish.kind.adapter": _FOLDER,
+    "engine.vllm.entropies.auto": _DRAWS,
+    "engine.vllm.entropies.exact": _DRAWS,
+    "engine.vllm.cache_gb": (
+        'Gone since 0.8: use engine.vllm.server_args = ["--kv-cache-memory-bytes", "BYTES"], and on'
+        " a CPU the variable VLLM_CPU_KVCACHE_SPACE."
+    ),
+    "engine.vllm.batch_invariant": (
+        "Gone since 0.8: set the variable VLLM_BATCH_INVARIANT=1, which servers of a run inherit."
+    ),
+    "engine.vllm.max_restarts": "Gone since 0.8: a server is started again three times.",
+    "engine.vllm.hang_timeout_s": (
+        "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
+    ),
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
-setting or of a table of settings ("explore.answer_leaf"): a sentence that says since when it is
-gone and what takes its place."""
+setting, of a value of one ("publish.kind.memory") or of a table of settings
+("explore.answer_leaf"): a sentence that says since when it is gone and what takes its place."""
 
 
 def instead(name: str) -> str:

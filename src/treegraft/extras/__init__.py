@@ -25,7 +25,6 @@ BUILT_IN = (
     "treegraft.extras.search.plugin",
     "treegraft.extras.trackers.plugin",
     "treegraft.extras.hub.plugin",
-    "treegraft.extras.memory.plugin",
     "treegraft.extras.suites.plugin",
     "treegraft.extras.teacher.plugin",
     "treegraft.extras.lab.plugin",

@@ -75,8 +75,6 @@ class ModelWeights:
     """The state dict of a plain model as a `WeightSource`."""
 
     tensors: Mapping[str, Tensor]
-    adapted: Any = None
-    """The model with the adapters that are merged into the tensors; None without any."""
 
     @property
     def names(self) -> Sequence[str]:

@@ -12,7 +12,6 @@ from treegraft.core.registry import extensions, registered
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
-from treegraft.settings.policy import OWN_DRAWS
 from treegraft.settings.sampling import sampling_wrong, unknown_encoder
 from treegraft.settings.secrets import secrets_written
 from treegraft.settings.table import Contradiction, value_of
@@ -132,30 +131,21 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 def _engine_wrong(config: Config) -> Iterator[Contradiction]:
     if config.engine.kind != "vllm":
         return
-    if config.publish.kind == "adapter" and not config.model.lora.rank:
+    if config.publish.kind == "external" and not config.engine.vllm.servers:
         yield Contradiction(
-            ("publish.kind", "model.lora.rank"),
-            "publish.kind: got 'adapter', but model.lora.rank = 0 trains all weights; set a rank,"
-            " or take 'auto'.",
+            ("publish.kind", "engine.vllm.servers"),
+            "publish.kind: got 'external', expected engine.vllm.servers with it: servers of"
+            " somebody else, who gives them weights.",
         )
-    vllm = config.engine.vllm
-    if config.publish.kind == "external" and not (vllm.servers and vllm.entropies == "top_k"):
-        yield Contradiction(
-            ("publish.kind", "engine.vllm.servers", "engine.vllm.entropies"),
-            "publish.kind: got 'external', expected engine.vllm.servers and engine.vllm.entropies ="
-            ' "top_k" beside it: servers of somebody else, who gives them weights.',
-        )
-    if vllm.entropies in OWN_DRAWS:
-        return
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:
         plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for name, value in plain.items():
         if getattr(config.eval, name) != value:
             yield Contradiction(
-                (f"eval.{name}", "engine.vllm.entropies"),
-                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with"
-                f" engine.vllm.entropies = '{vllm.entropies}': vLLM filters in another order.",
+                (f"eval.{name}", "engine.kind"),
+                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with engine.kind"
+                " = 'vllm': vLLM filters in another order. Evaluate with engine.kind = 'native'.",
             )
 
 

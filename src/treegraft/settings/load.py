@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, TreegraftError
+from treegraft.core.removed import instead
 from treegraft.settings.config import (
     LEFT_OUT,
     Config,
@@ -279,7 +280,7 @@ def _type_fault(
         f" {expected[0].lower() + expected[1:]}."
     )
     if isinstance(got, str):
-        fault += find_value(name, got)
+        fault += instead(f"{name}.{got}") or find_value(name, got)
     if isinstance(got, str) and not items and expected == "a list":
         inner = got.strip("[]").replace(" ", "").replace(",", '", "')
         fault += f' Write {name} = ["{shortened(inner)}"]; in a shell, quote the whole.'

@@ -189,10 +189,6 @@ class NativeSettings(Settings):
         return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
 
 
-OWN_DRAWS = ("auto", "exact")
-"""Values of engine.vllm.entropies with which Treegraft's own sampling draws in servers."""
-
-
 class VllmSettings(Settings):
     servers: list[str] = setting([], acts="sends", same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
@@ -209,30 +205,15 @@ class VllmSettings(Settings):
     gpus: list[str] = setting([], acts="nothing", idle_unless=(_starts_servers,), same_answers=True)
     """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
     visible GPU, from the first again where there are fewer."""
-    cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
-    """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
-    takes 1 on a CPU."""
-    entropies: Literal["auto", "exact", "measured", "top_k"] = setting("auto")
-    """"exact": servers draw by Treegraft's own sampling, as the native engine does, and report
-    exact entropies; vLLM has a place for that in its former runner alone. "top_k": vLLM draws by
-    itself, by seeds that follow from the noise keys; entropies are sums over the 20 most likely
-    tokens, a lower bound. "measured": vLLM draws so too, and a kernel of ours in its V2 runner, on
-    GPUs alone, reports exact entropies; it was never run on one. "auto": "top_k" for servers of
-    this run's own on GPUs, else "exact"."""
-    batch_invariant: bool = setting(False, idle_unless=(_starts_servers,))
-    """Start servers with VLLM_BATCH_INVARIANT=1: on GPUs a token then does not depend on what else
-    is computed beside it, at a price in speed that has not been measured here."""
+    entropies: Literal["top_k", "measured"] = setting("top_k")
+    """"top_k": entropies are sums over the 20 most likely tokens, a lower bound, and
+    rollout/entropy_tail_bound says how much they may lack. "measured": a kernel of ours in vLLM's
+    V2 runner, on GPUs alone, reports exact entropies; it was never run on one."""
     sleep: bool = setting(False, same_answers=True)
     """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
     that the learner has the room; for servers of this run's own, on GPUs."""
-    max_restarts: int = setting(3, ge=0, same_answers=True)
-    """How often each server is started again, or waited for, after it has died; then it is left
-    out."""
     start_timeout_s: float = setting(600.0, gt=0, same_answers=True)
-    """Longest wait for a server to become ready, in seconds."""
-    hang_timeout_s: float = setting(180.0, gt=0, same_answers=True)
-    """A server that computes no token in so many seconds although it has requests counts as
-    dead."""
+    """Longest wait for a server to become ready, or to read published weights, in seconds."""
 
     @property
     def gpus_each(self) -> int:
@@ -242,19 +223,16 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: str = setting("auto", seam="sender", same_answers=True)
-    """How servers get new weights: "shared" through a folder in shared memory (servers on this
-    machine), "disk" through one beside the run folder, which the servers must see under the same
-    path; "auto" takes "shared" where it has room for two copies. "memory" sends them in buckets to
-    each server: gloo on CPUs; on GPUs NCCL, or handles where both use one GPU, neither of which has
-    been run. "adapter" gives LoRA's adapters alone, for servers on this machine; the others give
-    the weights that they are merged into. "external": somebody else gives servers weights, and a
-    publish sets the version alone; in a loop of your own, with engine.vllm.servers and entropies =
-    "top_k"."""
+    kind: Literal["disk", "external"] = setting("disk", same_answers=True)
+    """How servers get new weights: "disk" through a folder, with LoRA's adapters merged.
+    "external": somebody else gives servers weights, and a publish sets the version alone; in a loop
+    of your own, with engine.vllm.servers."""
     folder: str | None = setting(
         None, acts="writes", idle_unless=when("publish.kind", "disk"), same_answers=True
     )
-    """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
+    """The folder of "disk", which servers must see under the same path. None uses shared memory if
+    servers are this run's own and it has room for two copies, else a folder in run.dir; either is
+    removed at the end."""
 
 
 class EngineSettings(Settings):

@@ -2,8 +2,8 @@
 sampler.
 
 A reply has, of each token, its own log-probability and those of the most likely ones. The first of
-these, which nobody reads then, becomes the entropy. Written against vLLM 0.32; compiled for cards,
-computed by Triton's interpreter, never run on a GPU.
+these, which nobody reads then, becomes the entropy, under a token id that no other entry has.
+Written against vLLM 0.32; compiled for cards, computed by Triton's interpreter, never run on a GPU.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ def entropy_kernel(found, found_stride, logits, stride, size, BLOCK: tl.constexp
 
 
 def scores_with_entropies(logits: Tensor, num_logprobs: int, *rest: Any, **options: Any) -> Any:
-    """Returns what vLLM's function of this place does, with entropies in column 1 where there is
-    one."""
+    """Returns what vLLM's function of this place does, with entropies in column 1 if there are
+    two or more."""
     found = _scores(logits, num_logprobs, *rest, **options)
-    if num_logprobs and len(logits):
+    if num_logprobs > 1 and len(logits):
         column = found.logprobs[:, 1]
         arguments = (column, column.stride(0), logits, logits.stride(0), logits.shape[1])
         entropy_kernel[(len(logits),)](*arguments, BLOCK=BLOCK)
+        # A reply is a table by token, in which an entry would go under another of the same token:
+        # the drawn one, or the second likeliest.
+        ids = found.logprob_token_ids
+        is_taken = [(ids[:, 0] == token) | (ids[:, 2] == token) for token in (0, 1)]
+        ids[:, 1] = is_taken[0] * (1 + is_taken[1].int())
     return found
 
 

@@ -69,12 +69,6 @@ def refuse_unfit(config: Config) -> None:
             " start servers of their own; expected none. Leave it out, or use `treegraft train`.",
             code="servers-on-cluster",
         )
-    if config.publish.kind == "adapter":
-        raise SettingError(
-            'publish.kind: got "adapter" on a cluster, where whole weights are published; expected'
-            ' "auto", "shared" or "disk".',
-            code="adapter-on-cluster",
-        )
     settings, learn = cluster_settings(config), config.learn
     count, gpus = num_engines(config), settings.server_gpus
     if gpus and max(gpus, count) % min(gpus, count):

@@ -135,12 +135,3 @@ def _block_sums(logits: Tensor, scale: Tensor) -> Columns:
     filled = functional.pad(weights, (0, missing)) if missing else weights
     blocks = filled.unflatten(-1, (-1, DRAWN)).sum(dim=-1)
     return peaks, blocks, weights.mul_(shifted).sum(dim=-1)
-
-
-def draws_of_sampling() -> list[int]:
-    """Returns the tokens that this process draws for a few fixed keys: two processes whose draws
-    differ do not sample alike."""
-    # Without a random generator, whose numbers may change with torch's version.
-    logits = torch.sin(torch.arange(8 * 1000, dtype=torch.float64) * 0.7).float().view(8, 1000)
-    keys: list[NoiseKey | None] = [("draws", row) for row in range(8)]
-    return [int(token) for token in sample_tokens(logits * 3, [1.0] * 8, keys, range(8))[0]]

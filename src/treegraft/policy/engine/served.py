@@ -190,8 +190,6 @@ class ServerEngine:
     fingerprint = ""
     _kind = EntropyKind.TOP_K
     """Of the entropies in replies that have any."""
-    _draws_here = False
-    """Whether the server draws by our own sampling, and so filters as we do."""
 
     def __init__(
         self,
@@ -263,11 +261,10 @@ class ServerEngine:
         return draft.completion(self.policy_version)
 
     def _draft(self, request: Request) -> Draft:
-        if not self._draws_here and request.sampling.filters != NO_FILTERS:
+        if request.sampling.filters != NO_FILTERS:
             raise EngineError(
-                f"engine: got {request.sampling.filters}, which servers without Treegraft's plugin"
-                " apply in another order; expected none. Leave them out, or use the engine"
-                ' "vllm" with engine.vllm.entropies = "exact".',
+                f"engine: got {request.sampling.filters}, which servers apply in another order;"
+                ' expected none. Leave them out, or use the engine "native".',
                 code="filters-invalid",
             )
         limit = completion_limit(request, self.max_context)

@@ -449,11 +449,7 @@ class Learner:
 
     def weights(self) -> WeightSource:
         """Returns the plain model's weights, adapters merged into them, detached."""
-        return self._plain_weights()
-
-    def _plain_weights(self) -> ModelWeights:
-        adapted = None if base_model(self.model) is self.model else self.model
-        return ModelWeights(plain_weights(self.model), adapted)
+        return ModelWeights(plain_weights(self.model))
 
     def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
@@ -481,7 +477,7 @@ class Learner:
         Args:
             keep_adapter: write the adapters apart, and the model without them.
         """
-        write_model(folder, self.model, self._plain_weights().tensors, keep_adapter=keep_adapter)
+        write_model(folder, self.model, plain_weights(self.model), keep_adapter=keep_adapter)
         write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:

@@ -164,12 +164,12 @@ def by_position(data: ReportData) -> ReportFigure | MissingFigure:
         elif found.num_live:
             notes.append(
                 f"{record.name}: its engine recorded no entropies. engine.kind = 'native' records"
-                " them, and 'vllm' with engine.vllm.entropies = 'exact'."
+                " them, and 'vllm' with engine.vllm.entropies = 'measured'."
             )
         if found.is_bound:
             notes.append(
                 f"{record.name}: its entropies are over the most likely tokens only, a lower"
-                " bound; engine.vllm.entropies = 'exact' records whole ones."
+                " bound; engine.vllm.entropies = 'measured' records whole ones."
             )
     measured = [one for one in data.groups if any(r.name in means for r in one.records)]
     if not measured:

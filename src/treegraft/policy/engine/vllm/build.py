@@ -7,8 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,14 +21,11 @@ from treegraft.core.addresses import expanded, redacted
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
-from treegraft.core.listener import is_loopback
 from treegraft.core.locate import locate
 from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.folder import held_folder
-from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
-from treegraft.policy.engine.vllm.protocol import COLUMNS, DRAW_CLASS, PLUGIN, TESTED
+from treegraft.policy.engine.vllm.replies import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.load import ALLOCATOR, DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
@@ -37,13 +33,12 @@ from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.here import vllm_pythons
-from treegraft.settings.load import load_config
-from treegraft.settings.policy import OWN_DRAWS, VllmSettings
+from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
-_WEIGHTS = "treegraft-weights-"
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks that vLLM makes room for."""
+SHARED_MEMORY = Path("/dev/shm")
+CPU_CACHE_GIB = "1"
+"""Memory of a server on a CPU for keys and values; VLLM_CPU_KVCACHE_SPACE sets another."""
 _OF_TORCHRUN = re.compile(
     r"TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$"
 )
@@ -56,52 +51,40 @@ def build_engine(
     """Returns the engine; nothing is started yet.
 
     Args:
-        model: with weights where `needs_weights` says so, else its shape alone.
+        model: with weights if `needs_weights` says so, else its shape alone.
         model_path: where model and tokenizer come from.
 
     Raises:
         SettingError: an address that is none, no Python with vLLM, no place for weights, servers
             that cannot sleep.
     """
-    is_external = config.publish.kind == "external"
-    if draws_by_vllm(config.engine.vllm):
-        # What contradicts it is refused there.
-        config = load_config(config, ["engine.vllm.entropies=top_k"])
     settings = config.engine.vllm
-    if settings.sleep and (settings.servers or not torch.cuda.is_available()):
-        why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
-        raise SettingError(
-            f"engine.vllm.sleep: got true, but {why}; expected servers of this run's own that share"
-            " a GPU with the learner. Leave it out.",
-            code="nothing-to-leave",
-        )
-    runs = Path(config.run.dir).expanduser().absolute()
+    is_external = config.publish.kind == "external"
+    _check_sleep(settings)
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
+    runs = Path(config.run.dir).expanduser().absolute()
     runs.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".servers-", dir=runs))
-    folders, sockets = [work], list[Path]()
+    folders = [work]
     try:
-        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
-        num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
-        weights = _folder_for_weights(config, work, urls, num_bytes)
+        weights = _folder_for_weights(config, model, work)
         folders.append(weights)
-        processes: list[Process | None] = [None for _ in urls]
-        if python is not None:
+        if python is None:
+            http = client({})
+            servers = [Server(url, http) for url in urls]
+        else:
             place = str(model_path)
             if needs_weights(config, model_path):
                 place = str(_saved(model, tokenizer, work / "model"))
             # Not in `work`: the path of a socket has at most 107 characters.
             folders.append(Path(tempfile.mkdtemp(prefix="treegraft-")))
-            sockets = [folders[-1] / f"http-{number}" for number in range(settings.num_servers)]
-            urls = [f"http://server-{number}" for number in range(settings.num_servers)]
-            processes = [*_processes(config, python, place, folders, sockets)]
-        http = client(dict(zip(urls, sockets, strict=False)))
-        servers = [Server(url, http, one) for url, one in zip(urls, processes, strict=True)]
+            http, servers = _own_servers(config, python, place, folders)
     except BaseException:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    longest = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
     return VllmEngine(
         servers,
         http,
@@ -110,8 +93,7 @@ def build_engine(
         expected=identity_of_model(
             base_model(model),
             dtype=config.model.dtype,
-            max_context=1
-            + max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0),
+            max_context=1 + longest,
             entropies=settings.entropies,
         ),
         end_ids=end_token_ids(model, tokenizer.eos_token_id),
@@ -119,14 +101,18 @@ def build_engine(
         weights=weights,
         folders=folders,
         initial=None if python or is_external else ModelWeights(plain_weights(model)),
-        kind=config.publish.kind,
+        is_external=is_external,
     )
 
 
-def draws_by_vllm(settings: VllmSettings) -> bool:
-    """Returns whether entropies = "auto" leaves the draw to vLLM: on GPUs, whose runner has no
-    place for ours."""
-    return settings.entropies == "auto" and not settings.servers and torch.cuda.is_available()
+def _check_sleep(settings: VllmSettings) -> None:
+    if settings.sleep and (settings.servers or not torch.cuda.is_available()):
+        why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
+        raise SettingError(
+            f"engine.vllm.sleep: got true, but {why}; expected servers of this run's own that share"
+            " a GPU with the learner. Leave it out.",
+            code="nothing-to-leave",
+        )
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
@@ -214,42 +200,27 @@ def _address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _folder_for_weights(config: Config, work: Path, urls: list[str], num_bytes: int) -> Path:
-    """Where published weights go, which take up `num_bytes`."""
-    settings = config.publish
-    is_local = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
-    has_memory = os.access(SHARED_MEMORY, os.W_OK)
-    if settings.kind == "auto" and has_memory:
-        # A publish writes the new copy beside the former one.
-        has_memory = shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes
-    if settings.kind == "shared" and not (is_local and has_memory):
-        fault = f"{SHARED_MEMORY} cannot be written to"
-        if not is_local:
-            fault = "engine.vllm.servers names servers on other machines"
+def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
+    """Where published weights go: publish.folder, or shared memory if the servers are this run's
+    own and it has room, or else a folder in run.dir."""
+    parent = work
+    if config.publish.folder:
+        parent = Path(config.publish.folder).expanduser().absolute()
+    elif not config.engine.vllm.servers and os.access(SHARED_MEMORY, os.W_OK):
+        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
+        # A publish writes the new copy next to the former one.
+        if shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
+            parent = SHARED_MEMORY
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"treegraft-weights-{os.getpid()}-", dir=parent))
+    except OSError as error:
         raise SettingError(
-            f'publish.kind: got "shared", but {fault}; expected servers that share memory with this'
-            ' process. Use "disk", with publish.folder on a disk that the servers see too.',
-            code="shared-memory-unusable",
-        )
-    if settings.kind == "disk" or not (is_local and has_memory):
-        parent = Path(settings.folder).expanduser().absolute() if settings.folder else work
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=_WEIGHTS, dir=parent))
-        except OSError as error:
-            raise SettingError(
-                f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
-                " folder for two copies of the weights, which the servers see too.",
-                code="publish-folder-unwritable",
-            ) from error
-    for left in SHARED_MEMORY.glob(f"{_WEIGHTS}*"):
-        pid = left.name.removeprefix(_WEIGHTS).partition("-")[0]
-        # Of a run that was killed: one in another container, whose numbers mean nothing here, would
-        # hold its lock.
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with suppress(OSError), held_folder(left):
-                shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS}{os.getpid()}-", dir=SHARED_MEMORY))
+            f"publish.folder: '{parent}' cannot be written to ({error.strerror}); expected a"
+            " folder for two copies of the weights, which the servers see too.",
+            code="publish-folder-unwritable",
+        ) from error
 
 
 def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
@@ -274,25 +245,32 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
-def _processes(
-    config: Config, python: str, model: str, folders: Sequence[Path], sockets: Sequence[Path]
-) -> Iterator[Process]:
-    """The servers to start, each with the socket that it listens at."""
-    settings, work = config.engine.vllm, folders[0]
+def _own_servers(
+    config: Config, python: str, model: str, folders: Sequence[Path]
+) -> tuple[httpx.AsyncClient, list[Server]]:
+    """The servers to start, and the connection to the sockets that they listen at."""
+    settings = config.engine.vllm
+    work = folders[0]
+    sockets = folders[-1]
     # A link of its own: the folder that holds our package may hold others, which would shadow those
     # of the servers' environment.
     packages = work / "packages"
     packages.mkdir()
     (packages / "treegraft").symlink_to(Path(treegraft.__file__).parent)
-    for number, path in enumerate(sockets):
+    paths = {f"http://server-{n}": sockets / f"http-{n}" for n in range(settings.num_servers)}
+    http = client(paths)
+    servers = []
+    for number, (url, path) in enumerate(paths.items()):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
-        yield Process(
+        process = Process(
             [*command, *options(config, path)],
-            environment=_environment(settings, number, packages, folders[-1]),
+            environment=_environment(settings, number, packages, sockets),
             log=work / f"server-{number}.log",
             folders=folders,
             sockets=[path],
         )
+        servers.append(Server(url, http, process))
+    return http, servers
 
 
 def options(config: Config, path: Path) -> list[str]:
@@ -301,17 +279,7 @@ def options(config: Config, path: Path) -> list[str]:
     found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
     found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
-    found += ["--middleware", COLUMNS, "--worker-extension-cls", f"{PLUGIN}.Extension"]
-    if settings.entropies not in OWN_DRAWS:
-        found += ["--logprobs-mode", "processed_logprobs"]
-    else:
-        found += ["--logprobs-mode", "processed_logits", "--logits-processors", DRAW_CLASS]
-        # With scheduling ahead a row's position might be counted before its last token is known.
-        found += ["--no-async-scheduling"]
-    if config.publish.kind == "adapter":
-        rank = min(one for one in _RANKS if one >= config.model.lora.rank)
-        # Two: the former one stays until the new one has been read.
-        found += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
+    found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
     if settings.sleep:
         found += ["--enable-sleep-mode"]
     if config.model.trust_remote_code:
@@ -319,45 +287,39 @@ def options(config: Config, path: Path) -> list[str]:
     if not torch.cuda.is_available():
         # Compiling takes minutes and gains little there.
         found += ["--enforce-eager"]
-    elif settings.cache_gb is not None:
-        found += ["--kv-cache-memory-bytes", str(int(settings.cache_gb * 1e9))]
     return [*found, *settings.server_args]
 
 
 def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    found = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
     for name in ("PYTHONHOME", ALLOCATOR):
-        kept.pop(name, None)
-    if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
+        found.pop(name, None)
+    if "TORCHELASTIC_RUN_ID" in os.environ and found.get("OMP_NUM_THREADS") == "1":
         # torchrun's default for ranks, which share the cores.
-        del kept["OMP_NUM_THREADS"]
-    kept |= {
+        del found["OMP_NUM_THREADS"]
+    found |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
         # The routes for publishing; the server listens at a file that nobody else reaches.
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),
         "TMPDIR": str(sockets),
-        "VLLM_BATCH_INVARIANT": str(int(settings.batch_invariant)),
     }
-    if settings.entropies != "top_k":
-        # Our draw is a logits processor by the interface of the former runner, the one on a CPU.
-        kept["VLLM_USE_V2_MODEL_RUNNER"] = str(int(settings.entropies not in OWN_DRAWS))
+    if settings.entropies == "measured":
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     if own := gpus_of(settings, number):
-        kept["CUDA_VISIBLE_DEVICES"] = own
+        found["CUDA_VISIBLE_DEVICES"] = own
     elif not torch.cuda.is_available():
-        # In GiB, whole ones.
-        kept.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(settings.cache_gb or 1.0))))
-    return kept
+        found.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+    return found
 
 
 def gpus_of(settings: VllmSettings, number: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a server; "" where nothing says which.
+    """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which.
 
     Raises:
         SettingError: more GPUs or fewer than its options take, or several servers on one that
@@ -373,7 +335,8 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
             ' expected as many. Set engine.vllm.server_args=["--tensor-parallel-size","N"].',
             code="server-gpus-idle",
         )
-    has_share = settings.cache_gb or "--gpu-memory-utilization" in " ".join(settings.server_args)
+    shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+    has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:
         raise SettingError(
             f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, each of"

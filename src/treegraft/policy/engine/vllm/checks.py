@@ -1,34 +1,20 @@
-"""Whether a server can be sampled from: its model, versions and limits against the recipe's."""
+"""Whether a server can be sampled from: its model, version and limits against the recipe's."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
-from treegraft.policy.engine.sampling import draws_of_sampling
 from treegraft.policy.engine.served import NUM_ASKED
-from treegraft.policy.engine.vllm.protocol import (
-    COLUMNS,
-    DRAW_CLASS,
-    MIN_LOGPROBS,
-    PLUGIN,
-    PLUGIN_VERSION,
-    TESTED,
-    check_size,
-)
-from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable, runs
-from treegraft.settings.policy import OWN_DRAWS
+from treegraft.policy.engine.vllm.replies import PLUGIN, PLUGIN_VERSION, TESTED
+from treegraft.policy.engine.vllm.server import CONTROL_TIMEOUT_S, Server, Unreachable
 
-LEASE_S = 300.0
-"""A server whose run has died without giving it up is free after so many seconds."""
 _MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-_HOW = "start it with the options that docs/serving.md names"
 
 
 def identity_of_model(
-    model: Any, *, dtype: str, max_context: int | None, entropies: str = "exact"
+    model: Any, *, dtype: str, max_context: int | None, entropies: str = "top_k"
 ) -> dict[str, Any]:
     """Returns the identity that a server has to have for sampling from this model.
 
@@ -50,11 +36,10 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
     """
     found = await _identity(server)
     name = f"engine.vllm: {server}"
-    if found["plugin"] != PLUGIN_VERSION or found["draws"] != draws_of_sampling():
+    if found["plugin"] != PLUGIN_VERSION:
         raise SettingError(
-            f"{name} has another version of Treegraft's plugin ({found['plugin']}, which draws"
-            f" {found['draws'][:3]}...; expected {PLUGIN_VERSION}, {draws_of_sampling()[:3]}...)."
-            " Start it with the Treegraft of this run on its PYTHONPATH.",
+            f"{name} has version {found['plugin']} of Treegraft's plugin, expected"
+            f" {PLUGIN_VERSION}. Start it with the Treegraft of this run on its PYTHONPATH.",
             code="server-plugin-version",
         )
     for field in _MODEL:
@@ -64,33 +49,50 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
                 f" {expected[field]}, that of model.path. Start it with the model of the recipe.",
                 code="server-other-model",
             )
-    check_size(name, found, expected)
-    draws, measures = expected["entropies"] in OWN_DRAWS, expected["entropies"] == "measured"
-    if (draws and not found["draws_here"]) or (measures and found["runner"] != 2):
-        what = "draws without the keys" if draws else "has vLLM's former runner"
-        way = f"--logits-processors {DRAW_CLASS}" if draws else "VLLM_USE_V2_MODEL_RUNNER=1, a GPU"
+    if found["dtype"] != expected["dtype"]:
         raise SettingError(
-            f"{name} {what}, so it has no exact entropies; expected {way}. Restart it with that,"
-            ' or set engine.vllm.entropies = "top_k".',
-            code="server-without-draws",
+            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
+            f" Start it with --dtype {expected['dtype']}, or change model.dtype.",
+            code="server-other-dtype",
         )
-    if measures:
-        await server.call("treegraft_measure", timeout_s=CONTROL_TIMEOUT_S)
-    least = MIN_LOGPROBS if draws or measures else NUM_ASKED
-    if 0 <= found["max_logprobs"] < least:
+    wanted = expected["max_context"]
+    if wanted is not None and found["max_context"] < wanted:
+        raise SettingError(
+            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
+            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
+            " rollout.max_completion_tokens.",
+            code="server-context-short",
+        )
+    _check_logprobs(name, found)
+    if expected["entropies"] == "measured":
+        await _measure(server, name, found)
+    return found
+
+
+def _check_logprobs(name: str, found: Mapping[str, Any]) -> None:
+    if 0 <= found["max_logprobs"] < NUM_ASKED:
         raise SettingError(
             f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {least}: replies carry log-probability and entropy there. Raise it.",
+            f" {NUM_ASKED}, of which entropies are made. Raise it.",
             code="server-logprobs-few",
         )
-    mode = "processed_logits" if draws else "processed_logprobs"
-    if found["logprobs_mode"] != mode:
+    if found["logprobs_mode"] != "processed_logprobs":
         raise SettingError(
-            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected {mode}"
-            " with engine.vllm.entropies as it is. Restart it with that option.",
+            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected"
+            " processed_logprobs. Restart it with that option.",
             code="server-logprobs-mode",
         )
-    return found
+
+
+async def _measure(server: Server, name: str, found: Mapping[str, Any]) -> None:
+    if not found["is_v2"]:
+        raise SettingError(
+            f"{name} has vLLM's former runner, which reports no exact entropies; expected"
+            " VLLM_USE_V2_MODEL_RUNNER=1 and a GPU. Restart it with that, or set"
+            ' engine.vllm.entropies = "top_k".',
+            code="server-cannot-measure",
+        )
+    await server.call("treegraft_measure", timeout_s=CONTROL_TIMEOUT_S)
 
 
 async def _identity(server: Server) -> dict[str, Any]:
@@ -104,34 +106,8 @@ async def _identity(server: Server) -> dict[str, Any]:
             raise
         fault = str(error)
     raise SettingError(
-        f"engine.vllm: {server} does not know Treegraft's plugin ({fault}); expected"
-        f" vLLM {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out,"
-        f" --worker-extension-cls {PLUGIN}.Extension and --middleware {COLUMNS}: {_HOW}.",
+        f"engine.vllm: {server} does not know Treegraft's plugin ({fault}); expected vLLM"
+        f" {TESTED} or later with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and"
+        f" --worker-extension-cls {PLUGIN}: start it with the options that docs/serving.md names.",
         code="server-without-plugin",
     )
-
-
-async def claim(server: Server, owner: str, instead_of: str = "") -> None:
-    """Makes `owner` the one run that publishes to a server.
-
-    Args:
-        instead_of: an owner that is known to have ended; "" for none.
-
-    Raises:
-        EngineError: another run holds it; Unreachable: it does not answer.
-    """
-    results = await server.call(
-        *("treegraft_claim", owner, LEASE_S, instead_of), timeout_s=CONTROL_TIMEOUT_S
-    )
-    for held in results:
-        if held["owner"] == owner:
-            continue
-        host, pid, _ = held["owner"].split(":")
-        if not instead_of and host == socket.gethostname() and not runs(int(pid)):
-            return await claim(server, owner, held["owner"])
-        raise EngineError(
-            f"engine.vllm.servers: {server} belongs to another run (host {host}, process {pid});"
-            " expected one that no other run publishes to. End that run (the server is then free"
-            f" after {held['for_s']:.0f} s at most), or use another server.",
-            code="server-of-other-run",
-        )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-from treegraft.core.errors import EngineError
 
 if TYPE_CHECKING:
     from treegraft.core.interfaces import WeightSource
@@ -51,47 +46,18 @@ class WeightsFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-@contextmanager
-def held_folder(path: Path) -> Iterator[None]:
-    """Holds a lock on a folder for the time of the block, which ends with the process at the
-    latest. Raises OSError where another process holds it."""
-    held = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(held)
-
-
-def write_adapter(path: Path, source: WeightSource) -> WeightsFolder:
-    """Writes LoRA's adapters alone into a new folder, as peft does, and returns it.
-
-    Raises:
-        EngineError: weights without adapters, or of several ranks.
-    """
-    adapted = getattr(source, "adapted", None)
-    if adapted is None:
-        raise EngineError(
-            'publish.kind: got "adapter", but these weights come without adapters of this process;'
-            ' expected model.lora.rank above 0 and one rank. Use "auto", which merges them.',
-            code="adapter-missing",
-        )
-    # Embeddings are not trained, and peft would ask a hub whether they have changed.
-    adapted.save_pretrained(path, save_embedding_layers=False)
-    return WeightsFolder(path)
-
-
 def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
     """Writes all weights of `source` into a new folder, and returns it.
 
-    Tensors that share their memory (a head tied to the embeddings) are written once where they meet
-    in one file.
+    Tensors that share their memory (a head tied to the embeddings) are written once if they meet in
+    one file.
     """
     path.mkdir(parents=True)
     files: list[str] = []
     twins: dict[str, list[str]] = {}
+    # As yielded and as written: the first keeps its memory from being given to another tensor.
     held: dict[str, tuple[Tensor, Tensor]] = {}
-    """As given and as written: the first keeps its memory from being given to another tensor."""
+    num_bytes = 0
 
     def close() -> None:
         if held:
@@ -100,16 +66,23 @@ def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
             held.clear()
 
     for name, tensor in source:
-        place = (tensor.data_ptr(), tensor.shape)
-        same = (one for one, (given, _) in held.items() if (given.data_ptr(), given.shape) == place)
-        twin = next(same, None)
-        if twin:
+        twin = _same_memory(tensor, held)
+        if twin is not None:
             twins.setdefault(twin, []).append(name)
             continue
         own = tensor.detach().cpu().contiguous()
         held[name] = (tensor, own)
-        if sum(own.nbytes for _, own in held.values()) >= FILE_BYTES:
+        num_bytes += own.nbytes
+        if num_bytes >= FILE_BYTES:
             close()
+            num_bytes = 0
     close()
     (path / _INDEX).write_text(json.dumps({"files": files, "twins": twins}), encoding="utf-8")
     return WeightsFolder(path)
+
+
+def _same_memory(tensor: Tensor, held: dict[str, tuple[Tensor, Tensor]]) -> str | None:
+    for name, (other, _) in held.items():
+        if (other.data_ptr(), other.shape) == (tensor.data_ptr(), tensor.shape):
+            return name
+    return None

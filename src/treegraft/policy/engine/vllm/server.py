@@ -1,4 +1,4 @@
-"""One vLLM server: its process, where it is ours, and what is said to it over HTTP, in JSON."""
+"""One vLLM server: its process if it is ours, and what is said to it over HTTP, in JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic_core import from_json
 
 from treegraft.core.addresses import redacted
 from treegraft.core.errors import EngineError
@@ -21,11 +22,11 @@ from treegraft.core.spans import trace_headers
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
+ANSWER_BYTES = 1 << 20
+"""Largest answer to a question that needs no computing."""
 TAIL_LINES = 15
-STOP = b"s"
-"""Said to a launcher before its pipe is closed; without it, it takes the run for ended."""
-_STOP_S = 15.0
-"""Time that the launcher gets to end its server, in seconds; it takes 8 at most."""
+_STOP_S = 20.0
+"""Time that the launcher gets to end its server, in seconds; it needs 17 at most."""
 
 
 class Unreachable(Exception):
@@ -33,17 +34,8 @@ class Unreachable(Exception):
     may answer."""
 
 
-def runs(pid: int) -> bool:
-    """Returns whether this machine has a process of that number."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # it may be another user's
-        return not isinstance(error, ProcessLookupError)
-    return True
-
-
 class Process:
-    """The process group of a server, ended by its launcher when this process ends."""
+    """The process of a server, ended by its launcher when this process ends."""
 
     def __init__(
         self,
@@ -59,18 +51,20 @@ class Process:
         Args:
             command: of the server.
             log: appended to.
-            folders: removed by the launcher at the end of the run, of whatever kind.
+            folders: removed by the launcher if the run dies.
             sockets: at which it listens; removed before a start, since a killed one leaves them.
         """
         launcher = Path(__file__).with_name("launch.py")
+        removed = json.dumps([str(folder) for folder in folders])
         # Isolated, so that no module beside the launcher is taken for one of Python's own.
-        removed = json.dumps([*map(str, folders)])
         self._command = [sys.executable, "-I", str(launcher), removed, *command]
-        self._environment, self.log, self._sockets = dict(environment), log, sockets
+        self._environment = dict(environment)
+        self._sockets = sockets
+        self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it. Raises EngineError where the program or its log cannot be opened."""
+        """Starts it. Raises EngineError if the program or its log cannot be opened."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             for left in self._sockets:
@@ -101,104 +95,117 @@ class Process:
             return "\n".join(lines[-TAIL_LINES:])
         return ""
 
-    def stop(self, *, for_good: bool = True) -> None:
-        """Ends the server and all its processes, and waits for that.
-
-        Args:
-            for_good: the folders go too.
-        """
-        process, self._process = self._process, None
+    def stop(self) -> None:
+        """Ends the server and all its processes, and waits for that."""
+        process = self._process
+        self._process = None
         if process is None:
             return
         assert process.stdin is not None
-        with suppress(OSError):
-            if not for_good:
-                process.stdin.write(STOP)
-            process.stdin.close()
+        process.stdin.close()
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        # Where the launcher was killed, the group may outlive it.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Server:
-    """The address of a server, and its process where we started it."""
+    """The address of a server, and its process if we started it."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, process: Process | None = None) -> None:
-        self.url, self.process = url.rstrip("/"), process
+        self.url = url.rstrip("/")
+        self.process = process
         self._http = http
 
     def __str__(self) -> str:
         return redacted(self.url)
 
-    async def request(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float | None
-    ) -> httpx.Response:
-        """Returns the response with status 200.
+    async def is_healthy(self) -> bool:
+        """Returns whether the server answers and says that it is well."""
+        with suppress(Unreachable, EngineError):
+            await self._answer("GET", "/health", None, CONTROL_TIMEOUT_S, ANSWER_BYTES)
+            return True
+        return False
+
+    async def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None = CONTROL_TIMEOUT_S,
+        max_bytes: int = ANSWER_BYTES,
+    ) -> Any:
+        """Returns what the server answers, read from JSON.
 
         Args:
             timeout_s: longest wait; None for a caller that has a deadline of its own.
+            max_bytes: largest answer.
 
         Raises:
-            Unreachable: no answer, or an error of the server's.
+            Unreachable: no answer, one that is no JSON or too large, or an error of the server's.
             EngineError: the server refuses the request.
         """
+        return self._read(path, await self._answer("POST", path, body, timeout_s, max_bytes))
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
+        """Returns what a method of our extension returns in each of the server's workers.
+
+        Raises:
+            Unreachable, EngineError: as `post` does; the extension is missing.
+        """
+        body = {"method": method, "args": list(args)}
+        answer = await self.post("/collective_rpc", body, timeout_s=timeout_s)
+        return list(answer["results"])
+
+    async def version(self) -> str:
+        """Returns the label of the weights that it holds."""
+        path = "/weight_info"
+        answer = await self._answer("GET", path, None, CONTROL_TIMEOUT_S, ANSWER_BYTES)
+        return str(self._read(path, answer)["weight_version"])
+
+    async def set_version(self, label: str) -> None:
+        """Labels the weights that it holds."""
+        await self.post("/update_weight_version", {"new_version": label})
+
+    def _read(self, path: str, answer: bytes) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(
+            # Half the time of Python's own reader, which replies with twenty entries a token need.
+            return from_json(answer)
+        except ValueError as error:
+            raise Unreachable(f"{self} did not answer {path} in JSON: {error}") from error
+
+    async def _answer(
+        self, method: str, path: str, body: Any, timeout_s: float | None, max_bytes: int
+    ) -> bytes:
+        found = bytearray()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(
                     method, f"{self.url}{path}", json=body, headers=trace_headers()
-                )
+                ) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    found += piece
+                    if len(found) > max_bytes:
+                        raise Unreachable(
+                            f"{self} answered {path} with more than {max_bytes:,} bytes, which no"
+                            " vLLM server does"
+                        )
         except TimeoutError as error:
             if timeout_s is None:
                 raise
             raise Unreachable(f"{self} did not answer {path} within {timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise Unreachable(f"{self} did not answer {path}: {type(error).__name__}") from error
-        said = " ".join(response.text[:600].split())
+        if response.status_code == 200:
+            return bytes(found)
+        said = " ".join(found[:600].decode(errors="replace").split())
         if response.status_code >= 500:
             raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
-        if response.status_code != 200:
-            raise EngineError(
-                f"engine: {self} refused {path} ({response.status_code}): {said}",
-                code="server-refused",
-            )
-        return response
-
-    async def is_healthy(self) -> bool:
-        """Returns whether the server answers and says that it is well."""
-        with suppress(Unreachable, EngineError):
-            await self.request("GET", "/health", timeout_s=CONTROL_TIMEOUT_S)
-            return True
-        return False
-
-    async def call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
-        """Returns what a method of our extension returns in each of the server's workers.
-
-        Raises:
-            Unreachable, EngineError: as `request` does; the extension is missing.
-        """
-        body = {"method": method, "args": list(args)}
-        response = await self.request("POST", "/collective_rpc", body, timeout_s=timeout_s)
-        return list(response.json()["results"])
-
-    async def version(self) -> str:
-        """Returns the label of the weights that it holds."""
-        response = await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        return str(response.json()["weight_version"])
-
-    async def set_version(self, label: str) -> None:
-        """Labels the weights that it holds."""
-        body = {"new_version": label}
-        await self.request("POST", "/update_weight_version", body, timeout_s=CONTROL_TIMEOUT_S)
-
-    async def num_tokens(self) -> float:
-        """Returns how many tokens it has read and written since its start."""
-        response = await self.request("GET", "/metrics", timeout_s=CONTROL_TIMEOUT_S)
-        names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-        lines = (line for line in response.text.splitlines() if line.startswith(names))
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        raise EngineError(
+            f"engine: {self} refused {path} ({response.status_code}): {said}",
+            code="server-refused",
+        )

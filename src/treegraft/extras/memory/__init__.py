@@ -1,1 +1,0 @@
-"""Published weights from memory to memory."""

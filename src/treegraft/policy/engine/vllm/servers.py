@@ -1,0 +1,411 @@
+"""The servers of a run: which one answers, what they hold, and what happens when one dies.
+
+Every live server holds the weights that are due, under their label. One that dies is left out until
+it is back and has been given those weights. Any server may answer a request; those of a tree share
+a cache and so keep to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from treegraft.core.errors import EngineError
+from treegraft.policy.engine.vllm.checks import check_identity
+from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.replies import REPLY_BYTES, ROUTE
+from treegraft.policy.engine.vllm.server import ANSWER_BYTES, Server, Unreachable
+from treegraft.settings.policy import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+MAX_FAULTS = 8
+"""A request that so many servers, or one server so often, failed to answer is given up."""
+MAX_RESTARTS = 3
+"""How often a server is started again, or waited for, before it is left out: one that dies more
+often has a fault that a restart does not mend."""
+_LOADING = "loading"
+_UNREADABLE = (ValueError, KeyError, TypeError, IndexError)
+"""Raised by answers of another shape; SettingError, of a server that does not fit, is one of
+them."""
+
+
+class State(StrEnum):
+    """What a server can do."""
+
+    DOWN = "down"
+    """Nothing yet, or nothing any more until it is back."""
+    LIVE = "live"
+    """It answers, with the weights that are due."""
+    ASIDE = "set aside"
+    """It differs from the learner: it gets no request until the next publish, unless no other is
+    left."""
+    LEFT_OUT = "left out"
+    """It has died too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The weights that servers have to hold."""
+
+    label: str
+    folder: WeightsFolder | None = None
+    """None for those that a server of ours is started with, and those of somebody else."""
+    fingerprint: str = ""
+
+
+class Member:
+    """One server, as the run sees it."""
+
+    def __init__(self, server: Server, max_rows: int) -> None:
+        self.server = server
+        self.state = State.DOWN
+        self.fault = ""
+        """Why it is not live, in words."""
+        self.rows = asyncio.Semaphore(max_rows)
+        self.load = 0
+        """Requests under way or waiting for a row."""
+        self.num_restarts = 0
+        self.hangs = False
+        self.sleeps = False
+        self.identity: Mapping[str, Any] = {}
+
+
+class Servers:
+    """Asks servers, restarts them, and gives them weights."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        settings: EngineSettings,
+        expected: Mapping[str, Any],
+        is_external: bool,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            expected: the identity that each server has to have, see `checks.check_identity`.
+            is_external: somebody else gives the servers weights, whose labels mean nothing here.
+        """
+        self._expected = expected
+        self._wait_s = settings.vllm.start_timeout_s
+        self.is_external = is_external
+        self.members = [Member(one, settings.max_rows) for one in servers]
+        # In the labels of weights, so that a reply by those of another run is told apart.
+        self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.due = Due(f"{self.owner}-start")
+        self._homes: dict[object, Member] = {}
+        self._changed = asyncio.Event()
+        self._loading = asyncio.Lock()
+        """Held while a server reads a folder, which a publish would replace."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.counts: Counter[str] = Counter()
+        """Requests, moved requests, restarts, and tokens of prompts, since the last metrics."""
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def live(self) -> list[Member]:
+        return [one for one in self.members if one.state is State.LIVE]
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why no server will answer again; None while one is live or on its way."""
+        if any(one.state is not State.LEFT_OUT for one in self.members):
+            return None
+        return EngineError(
+            f"engine: no server is left after {MAX_RESTARTS} restarts each: {self._faults()}",
+            code="no-server-left",
+        )
+
+    async def ask(self, home: object, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a server's reply to a request, by the weights that are due.
+
+        Args:
+            home: requests with equal ones go to one server while it lives.
+
+        Raises:
+            EngineError: no server is left, the request was refused, or it failed everywhere.
+        """
+        fault = ""
+        for _ in range(MAX_FAULTS):
+            member = await self._member_for(home)
+            try:
+                return await self.ask_member(member, body)
+            except Unreachable as error:
+                fault = str(error)
+                self.counts["moved"] += 1
+                self.lost(member, fault)
+        raise EngineError(
+            f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}",
+            code="request-failed-often",
+        )
+
+    async def ask_member(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns one server's reply by the weights that are due.
+
+        Raises:
+            Unreachable: it did not answer, or by other weights; EngineError: it refused.
+        """
+        most = ANSWER_BYTES + REPLY_BYTES * body["sampling_params"]["max_tokens"]
+        member.load += 1
+        try:
+            async with member.rows:
+                if member.state is not State.LIVE:
+                    raise Unreachable(member.fault)
+                self.counts["requests"] += 1
+                reply = await member.server.post(ROUTE, body, timeout_s=None, max_bytes=most)
+        finally:
+            member.load -= 1
+        self._check_weights(member, reply)
+        usage = reply.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        self.counts["prompt"] += usage.get("prompt_tokens", 0)
+        self.counts["cached"] += details.get("cached_tokens") or 0
+        return dict(reply)
+
+    def _check_weights(self, member: Member, reply: Mapping[str, Any]) -> None:
+        if self.is_external:
+            return
+        for choice in reply["choices"]:
+            for span in choice.get("weight_versions") or [{"version": "none"}]:
+                if span["version"] != self.due.label:
+                    # Another run has published there, or somebody has started the server anew.
+                    raise Unreachable(
+                        f"{member.server} replied by weights '{span['version']}', not"
+                        f" '{self.due.label}'"
+                    )
+
+    async def _member_for(self, home: object) -> Member:
+        while True:
+            if self.death is not None:
+                raise self.death
+            if not self.live:
+                self._take_back()
+            member = self._homes.get(home)
+            if (member is None or member.state is not State.LIVE) and self.live:
+                member = self._homes[home] = min(self.live, key=lambda one: one.load)
+            if member is not None and member.state is State.LIVE:
+                return member
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ------------------------------------------------------------------ life and death
+
+    async def open(self) -> None:
+        """Starts the servers and waits until all are live.
+
+        Raises:
+            EngineError: one did not become ready in time; SettingError: one that cannot be used.
+        """
+        starts = [asyncio.create_task(self._open_one(member)) for member in self.members]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _open_one(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._raise_up(member, is_first=True)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
+                f" {self._wait_s:g} s.{_log_of(member)}",
+                code="server-not-ready",
+            ) from error
+        except Unreachable as error:
+            raise EngineError(f"engine: {error}.{_log_of(member)}", code="server-failed") from error
+
+    async def close(self) -> None:
+        """Ends the servers that are ours."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ours = [one.server.process for one in self.members if one.server.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
+
+    def lost(self, member: Member, fault: str) -> None:
+        """Leaves a server out until it is found well or is back."""
+        if member.state is not State.LIVE:
+            return
+        member.state = State.DOWN
+        member.fault = fault
+        task = asyncio.get_running_loop().create_task(self._revive(member))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def set_aside(self, member: Member, why: str) -> None:
+        """Gives a live server no requests until the next publish."""
+        member.state = State.ASIDE
+        member.fault = why
+        _log.warning("%s; its requests go to other servers until the next publish", why)
+
+    def _take_back(self) -> None:
+        for member in self.members:
+            if member.state is State.ASIDE:
+                self._go_live(member)
+
+    def _go_live(self, member: Member) -> None:
+        member.state = State.LIVE
+        member.fault = ""
+        member.hangs = False
+        self._changed.set()
+
+    async def _revive(self, member: Member) -> None:
+        if not member.hangs and await self._is_as_it_was(member):
+            # A connection was lost, or one request failed; the others go on.
+            self._go_live(member)
+            return
+        _log.warning("%s: %s; its requests go to other servers", member.server, member.fault)
+        while member.num_restarts < MAX_RESTARTS:
+            member.num_restarts += 1
+            self.counts["restarts"] += 1
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._raise_up(member)
+            except (TimeoutError, Unreachable, EngineError, *_UNREADABLE) as error:
+                member.fault = str(error) or "it was not ready in time"
+                _log.warning("%s: %s%s", member.server, member.fault, _log_of(member))
+                continue
+            _log.warning("%s is back, with the weights that are due", member.server)
+            return
+        member.state = State.LEFT_OUT
+        _log.warning("%s is left out: %s", member.server, member.fault)
+        self._changed.set()
+
+    async def _is_as_it_was(self, member: Member) -> bool:
+        server = member.server
+        if server.process is not None and server.process.exit_status is not None:
+            return False
+        with suppress(Unreachable, EngineError, *_UNREADABLE):
+            is_due = self.is_external or await server.version() == self.due.label
+            return is_due and await server.is_healthy()
+        return False
+
+    async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
+        """Waits until the server answers, restarted if it is ours, and gives it the weights that
+        are due."""
+        server = member.server
+        process = server.process
+        if process is not None:
+            is_well = not is_first and process.exit_status is None and await server.is_healthy()
+            # A process that hangs may still say that it is well.
+            if not is_well or member.hangs:
+                member.sleeps = False
+                await asyncio.to_thread(process.stop)
+                process.start()
+        while not await server.is_healthy():
+            if process is not None and process.exit_status is not None:
+                raise Unreachable(f"{server} ended with status {process.exit_status}")
+            if process is None and is_first:
+                # Nobody said that it is still to come.
+                raise EngineError(
+                    f"engine.vllm.servers: {server} does not answer; expected a vLLM server there."
+                    " Start it, or correct the address.",
+                    code="server-not-there",
+                )
+            await asyncio.sleep(1.0)
+        if not self.is_external:
+            member.identity = await check_identity(server, self._expected)
+        async with self._loading:
+            if not self.is_external:
+                await self._give(member)
+            self._go_live(member)
+
+    def _faults(self) -> str:
+        return "; ".join(f"{one.server}: {one.fault}" for one in self.members)
+
+    # ------------------------------------------------------------------ weights
+
+    def begin_anew(self, version: int) -> None:
+        """Asks servers that somebody else has given new weights."""
+        self.due = Due(f"{self.owner}-{version}")
+        self._homes.clear()
+        self._take_back()
+
+    async def rest(self) -> None:
+        """Has servers leave their GPUs until they are given weights; no request may be under
+        way."""
+
+        async def each(member: Member) -> None:
+            try:
+                await member.server.set_version(_LOADING)
+                # Level 2 keeps no copy of the weights, which the next publish brings.
+                await member.server.post("/sleep?level=2&mode=wait", timeout_s=self._wait_s)
+                member.sleeps = True
+            except (Unreachable, EngineError) as fault:
+                _log.warning("%s stays on its GPU while the run learns: %s", member.server, fault)
+
+        await asyncio.gather(*(each(one) for one in self.live if not one.sleeps))
+
+    async def publish(self, due: Due) -> None:
+        """Gives every live server new weights. No request may be under way.
+
+        Raises:
+            EngineError: no server took them within engine.vllm.start_timeout_s.
+        """
+        async with self._loading:
+            self.due = due
+            self._homes.clear()
+            self._take_back()
+            members = self.live
+            faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
+        for member, fault in zip(members, faults, strict=True):
+            if isinstance(fault, (Unreachable, EngineError, *_UNREADABLE)):
+                self.lost(member, str(fault))
+            elif fault is not None:
+                raise fault
+        try:
+            async with asyncio.timeout(self._wait_s):
+                # If all of them failed: one that is started anew.
+                await self._member_for(None)
+        except TimeoutError as error:
+            raise EngineError(
+                "engine: no server took the weights within engine.vllm.start_timeout_s ="
+                f" {self._wait_s:g} s: {self._faults()}",
+                code="publish-refused",
+            ) from error
+
+    async def _give(self, member: Member) -> None:
+        """Gives a server the weights that are due."""
+        server = member.server
+        due = self.due
+        # Drained first: a running request would get the label of weights that it does not have.
+        await server.post("/pause?mode=wait", timeout_s=self._wait_s)
+        await server.set_version(_LOADING)
+        if member.sleeps:
+            await server.post("/wake_up?tags=weights", timeout_s=self._wait_s)
+        if due.folder is not None:
+            path = str(due.folder.path)
+            for one in await server.call("treegraft_load", path, timeout_s=self._wait_s):
+                if one["fingerprint"] != due.fingerprint:
+                    raise Unreachable(
+                        f"{server} read weights with checksum {one['fingerprint']}, expected"
+                        f" {due.fingerprint}"
+                    )
+        if member.sleeps:
+            # Last: the weights on their way need room too.
+            await server.post("/wake_up?tags=kv_cache", timeout_s=self._wait_s)
+            member.sleeps = False
+        if not (await server.post("/reset_prefix_cache"))["success"]:
+            raise Unreachable(f"{server} did not drop the cached keys of its old weights")
+        # Only here do the weights become those that a server answers by: all of them are there.
+        await server.set_version(due.label)
+        await server.post("/resume")
+
+
+def _log_of(member: Member) -> str:
+    process = member.server.process
+    return f" The end of {process.log}:\n{process.tail()}" if process is not None else ""
