@@ -18,8 +18,7 @@ _OF_EXTRA: Final = {
     "mcp": "mcp",
     "sandbox": "pydantic_monty scipy sympy",
     "search": "bm25s faiss sentence_transformers",
-    "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk prometheus_client"
-    " tensorboard wandb",
+    "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk tensorboard wandb",
     "web": "protego pypdf trafilatura",
 }
 OPTIONAL: Final[Mapping[str, tuple[str, str]]] = {

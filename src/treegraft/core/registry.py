@@ -57,7 +57,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 
 PARTS: Final = (
     *("engine", "format", "sampler", "search", "toolset", "tracker", "sender", "placement"),
-    *("service", "choice", "comparison", "examination", "trial", "finding"),
+    *("choice", "comparison", "examination", "trial", "finding"),
 )
 """Seams of `Registry.part`; the page says what each object is called with."""
 

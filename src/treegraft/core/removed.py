@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "track.prometheus": "It is gone since 0.8; use a tracker, or metrics.jsonl.",
+}
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting or of a table of settings ("explore.answer_leaf"): a sentence that says since when it is
 gone and what takes its place."""
