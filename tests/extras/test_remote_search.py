@@ -28,6 +28,7 @@ from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Passage
 from treegraft.core.listener import address_of, listen
 from treegraft.core.types import Task
+from treegraft.extras.search.local import open_corpus
 from treegraft.extras.search.remote import RemoteSearch, retrieve_url
 from treegraft.extras.search.serve import search_app
 from treegraft.extras.search.web import PROVIDERS, WebSearch
@@ -35,7 +36,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import with_value
 from treegraft.tools.build import build_tools
-from treegraft.tools.search.tool import SearchTool, open_corpus
+from treegraft.tools.search.tool import SearchTool
 
 TOOLS = type(Config().tools)
 """The table [tools] with what plugins add."""

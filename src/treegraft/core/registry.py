@@ -43,7 +43,6 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "objective": ("clip", "gspo", "cispo", "gppo"),
     "tasks": ("search_world", "dataset"),
     "tool": ("search",),
-    "search": ("bm25", "dense"),
     "sampler": ("epochs",),
     "engine": ("native", "vllm", "auto"),
     "sender": ("auto", "shared", "disk", "adapter", "external"),

@@ -60,17 +60,8 @@ def push(
     The optimiser's state, the run's settings as a file and its trees stay here.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise SettingError(
-            f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
-            " letters, digits, '-', '_' and '.'",
-            code="repository-name-invalid",
-        ) from error
+    _check_name(repo_id)
     found = Trained.of(run)
     api = HfApi(token=get_token(), library_name="treegraft")
     if api.token is None and not dry_run:
@@ -93,6 +84,20 @@ def push(
     message = f"Checkpoint of update {found.state.update}"
     place = _upload(api, repo_id, uploaded, message, private=private, revision=revision)
     commands.say(f"uploaded to {place}")
+
+
+def _check_name(repo_id: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise SettingError(
+            f"command line: '{repo_id}' is not a repository's name; expected NAME or OWNER/NAME of"
+            " letters, digits, '-', '_' and '.'",
+            code="repository-name-invalid",
+        ) from error
 
 
 def _read(card: Path) -> str:

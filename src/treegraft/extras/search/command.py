@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from treegraft import SettingError
-from treegraft.parts import commands, listener, open_corpus
+from treegraft.parts import commands, listener
 
 serve_app = typer.Typer(
     name="serve",
@@ -47,6 +47,7 @@ def search(
     Search by words (tools.search.kind=bm25) or by meaning (dense), with tools.search.top_k, encoder
     and index_dir as in a recipe. Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
+    from treegraft.extras.search.local import open_corpus
     from treegraft.extras.search.serve import search_app
 
     base = {"tools": {"use": ["search"], "search": {"kind": "bm25", "corpus": corpus}}}

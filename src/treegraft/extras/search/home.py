@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
-from treegraft.core.files import open_own, remove_folder, write_atomically
-from treegraft.tools.search.corpus import checksum
+from treegraft import SettingError
+from treegraft.extras.search.corpus import checksum
+from treegraft.parts import files
 
 SMALL_BYTES = 1 << 26
 """Corpora up to this size are compared by their contents; larger ones by size and time first."""
@@ -85,7 +85,7 @@ def find_or_make(
     """
     if found := _find(corpus, home, recipe):
         return found
-    with open_own(home / ".lock") as lock:
+    with files.open_own(home / ".lock") as lock:
         # The kernel releases the lock when its process dies, so no stale lock can stay.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,14 +101,14 @@ def find_or_make(
         folder = home / _digest(json.dumps([content, dict(recipe)], sort_keys=True), 8)
         if any(one.is_symlink() for one in (folder, *folder.glob("*"))):
             # Made by somebody else: writing here would write to what the links lead to.
-            remove_folder(folder)
+            files.remove_folder(folder)
         folder.mkdir(exist_ok=True)
         record: dict[str, Any] = {"corpus": str(corpus.resolve()), "recipe": dict(recipe)}
         # Before the files, so that a later build knows whose they are if this one is killed.
-        write_atomically(folder / _RECORD, json.dumps(record))
+        files.write_atomically(folder / _RECORD, json.dumps(record))
         make(folder)
         record |= {"size": state.st_size, "mtime_ns": state.st_mtime_ns, "content": content}
-        write_atomically(folder / _RECORD, json.dumps(record, indent=2))
+        files.write_atomically(folder / _RECORD, json.dumps(record, indent=2))
         for other in home.iterdir():
             if other != folder and _is_index_of(corpus, other):
                 # A process that has mapped their files keeps them.
@@ -150,7 +150,9 @@ def _describes(place: Path, corpus: Path, recipe: Mapping[str, Any]) -> bool:
     if not is_same_time:
         # A copied corpus is read once; the next start goes by its new time.
         with contextlib.suppress(OSError):
-            write_atomically(place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2))
+            files.write_atomically(
+                place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2)
+            )
     return True
 
 
