@@ -432,18 +432,13 @@ def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_folder_that_cannot_be_written_to_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", ["oak"])
     (tmp_path / "c.jsonl.dense").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    home = index_home.index_home(path, "dense", "")
-    assert home.parent == tmp_path / "cache" / "treegraft" and home.name.startswith(
-        "c.jsonl.dense-"
-    )
-    with raises_code("index-unwritable"):
-        index_home.index_home(path, "dense", str(path))
+    for index_dir in ("", str(path)):
+        with raises_code("index-unwritable", match=r"tools\.search\.index_dir"):
+            index_home.index_home(path, "dense", index_dir)
+    assert index_home.index_home(path, "dense", str(tmp_path / "other")).is_dir()
 
 
 # ---------------------------------------------------------------------- asked together

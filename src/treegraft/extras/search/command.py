@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,7 +51,8 @@ def search(
     from treegraft.extras.search.serve import search_app
 
     base = {"tools": {"use": ["search"], "search": {"kind": "bm25", "corpus": corpus}}}
-    own = commands.settings_alone(overrides or [], "serve search", _SETTINGS, base).tools.search
+    tools = commands.settings_alone(overrides or [], "serve search", _SETTINGS, base).tools
+    own: Any = tools.search
     if own.kind not in ("bm25", "dense"):
         raise SettingError(
             f"command line: tools.search.kind: got '{own.kind}', expected bm25 or dense, which"

@@ -41,32 +41,21 @@ _log = logging.getLogger(__name__)
 
 
 def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
-    """Returns the folder for the indexes of this kind over a corpus; it exists and is writable.
+    """Returns the folder for the indexes of this kind over a corpus, which can be written to unless
+    it holds an index.
 
     Args:
-        index_dir: the user's choice; empty means beside the corpus, or where that is read-only in
-            the user's cache folder.
+        index_dir: the user's choice; empty means beside the corpus.
 
     Raises:
-        SettingError: the user's choice cannot be written to.
+        SettingError: it cannot be written to.
     """
-    name = f"{corpus.name}.{kind}"
-    if index_dir:
-        places = [Path(os.path.expanduser(os.path.expandvars(index_dir))) / name]
-    else:
-        beside = corpus.parent / name
-        # An index beside the corpus serves also where nothing can be written.
-        if any(beside.glob(f"*/{_RECORD}")):
-            return beside
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
-        # Corpora of one name in two folders must not share a place.
-        places = [beside, cache / f"{name}-{_digest(str(corpus.resolve()), 4)}"]
-    for place in places:
-        if _is_writable(place):
-            return place
+    parent = Path(os.path.expanduser(os.path.expandvars(index_dir))) if index_dir else corpus.parent
+    place = parent / f"{corpus.name}.{kind}"
+    if any(place.glob(f"*/{_RECORD}")) or _is_writable(place):
+        return place
     raise SettingError(
-        f"the index of '{corpus}' cannot be written to"
-        f" {' or '.join(repr(str(place)) for place in places)}; name a writable folder with"
+        f"the index of '{corpus}' cannot be written to '{place}'; name a writable folder with"
         " tools.search.index_dir.",
         code="index-unwritable",
     )
