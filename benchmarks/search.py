@@ -39,12 +39,11 @@ import uvicorn
 from benchmarks.speed.measure import compare
 from treegraft.core.interfaces import Passage, SearchBackend
 from treegraft.core.listener import address_of, listen
+from treegraft.extras.search.corpus import Corpus, read_rows
+from treegraft.extras.search.dense import FLAT_LIMIT, DenseIndex, save_lists
+from treegraft.extras.search.local import CorpusSearch
 from treegraft.extras.search.serve import search_app
-from treegraft.tools.search.corpus import Corpus, read_rows
-from treegraft.tools.search.dense import DenseIndex, save_lists
 from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
-from treegraft.tools.search.nearest import FLAT_LIMIT
-from treegraft.tools.search.tool import CorpusSearch
 
 Vectors = npt.NDArray[np.float32]
 
@@ -197,9 +196,8 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
         np.fromiter((row.offset for row in read_rows(corpus)), np.uint64, num),
     )
     if num > FLAT_LIMIT:
-        save_lists(
-            np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1])), folder
-        )
+        stored = np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1]))
+        save_lists(stored, folder / "lists.faiss")
     done.touch()
     return corpus
 

@@ -129,17 +129,18 @@ def test_tasks_tools_and_environments() -> None:
 
     from treegraft import Task
     from treegraft.parts import (
+        Batcher,
         ClassEnvironments,
+        Encoder,
         EnvironmentSettings,
         EnvironmentTool,
         Epochs,
         OpenTasks,
         WorkerPool,
-        best_texts,
         build_encoder,
         fields,
         interfaces,
-        open_corpus,
+        nearest,
         readers,
         run_in_thread,
     )
@@ -147,7 +148,13 @@ def test_tasks_tools_and_environments() -> None:
     task = Task(id="t0", question="2 + 2 ?", reference=("4",))
     assert Epochs([task], seed=0).draw(1, 0, size=1) == [task]
     assert EnvironmentTool.reset_arguments(task)["question"] == "2 + 2 ?"
-    assert build_encoder("hashing").encode(["two words"]).shape[0] == 1
+    encoder: Encoder = build_encoder("hashing")
+    vectors = encoder.encode(["two words", "two words and more"])
+    ((rows, _),) = nearest.search_exactly(vectors, vectors[1:], [vectors[:, 0] == vectors[:, 0]], 1)
+    assert rows.tolist() == [1]
+    batcher = Batcher(lambda asked: [2 * one for one in asked], "doubles")
+    assert asyncio.run(batcher.ask(2)) == 4
+    batcher.close()
     signature = interfaces.Signature.of_schema({"properties": {"n": {"type": "integer"}}})
     assert signature.arguments('{"n": 2}', "add") == {"n": 2}
 
@@ -174,8 +181,6 @@ def test_tasks_tools_and_environments() -> None:
 
     # A tool that may block runs in a thread of its own, one that may hang in a process of its own.
     assert asyncio.run(run_in_thread(lambda: 2 + 2)) == 4 and WorkerPool.ask.__doc__
-    assert best_texts(["oaks are trees", "larches drop needles"], "needles", 1) == [1]  # BM25
-    assert open_corpus.__doc__  # searches a JSONL file of passages, by words or by meaning
 
 
 def test_loops() -> None:

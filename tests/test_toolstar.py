@@ -186,9 +186,10 @@ def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
 def test_results_are_what_the_tools_give(made: Made) -> None:
     from treegraft.extras.python.monty_tool import MontyTool
     from treegraft.extras.python.plugin import PythonToolSettings
+    from treegraft.extras.search.local import open_corpus
     from treegraft.tools.search.tool import SearchTool
 
-    tokenizer, search = made[2], SearchTool(str(made[1]), top_k=3)
+    tokenizer, search = made[2], SearchTool(open_corpus(str(made[1])), top_k=3)
     python = MontyTool(PythonToolSettings())
     kinds: set[str] = set()
 

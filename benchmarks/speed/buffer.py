@@ -11,7 +11,6 @@ traces) and read the traces they find from the file; embedding is not in their t
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +28,9 @@ from benchmarks.speed.growth import generated_vectors
 from benchmarks.speed.measure import Case, Row, Side, alternate, time_row
 from benchmarks.speed.stage import Stage
 from treegraft.core.types import Trace
-from treegraft.tools.search import nearest as index_module
 from treegraft.tools.search.encoders import Encoder, build_encoder
-from treegraft.tools.search.nearest import IvfIndex, search_exactly
+from treegraft.tools.search.nearest import search_exactly
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.rows import RowTable
 
 Vectors = npt.NDArray[np.float32]
 
@@ -43,8 +39,6 @@ NUM_REAL, NUM_QUERIES, NUM_TRACES = 20_000, 1_000, 170_000
 RESULT_CHARACTERS = 300
 """Of a recorded search, in a key."""
 KEYS = (1, 4, 16, 64)
-PROBES, WIDTHS = (8, 16, 32, 64), (32, 64, 128, 256)
-"""Lists that IVF looks at, and efSearch of HNSW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class Stock:
 
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `python -m benchmarks.speed buffer`."""
-    parts = {"search": _search, "file": _file, "kinds": _kinds, "embedding": _embedding}
+    parts = {"search": _search, "file": _file, "embedding": _embedding}
     return {name: partial(part, stage) for name, part in parts.items()}
 
 
@@ -110,12 +104,7 @@ def _search(stage: Stage) -> Iterator[Row]:
     stock = _stock(stage)
     with TraceBuffer(_fresh(stage), Given(stock.vectors)) as buffer:
         buffer.add(stock.traces())
-        exact = search_exactly(
-            stock.vectors, stock.queries, [stock.allowed] * len(stock.queries), 1
-        )
-        found = np.array([one[0][1] for one in buffer.search_vectors(stock.queries)])
-        recall = float(np.mean(found >= np.array([one[1][0] for one in exact]) - 1e-6))
-        what = f"the nearest of {len(stock.vectors):,} traces, recall@1 {recall:.3f}"
+        what = f"the nearest of {len(stock.vectors):,} traces"
         for batch in (1, BATCH):
             starts = range(0, len(stock.queries), batch)
 
@@ -131,7 +120,7 @@ def _search(stage: Stage) -> Iterator[Row]:
             seconds = alternate({"ours": Side(ours), "exact": Side(theirs)}, stage.num_runs)
             row = time_row(
                 f"{what}, {batch} at once",
-                "exact search in memory",
+                "the search alone, without reading traces",
                 seconds["ours"],
                 seconds["exact"],
             )
@@ -190,68 +179,6 @@ def _file(stage: Stage) -> Iterator[Row]:
     )
 
 
-def _kinds(stage: Stage) -> Iterator[Row]:
-    """HNSW and IVF beside each other, one key at a time, with the default filter, without the
-    buffer."""
-    faiss: Any = importlib.import_module("faiss")  # its types are those of the C++ functions below
-    faiss.omp_set_num_threads(1)
-    stock = _stock(stage)
-    count, allowed = len(stock.vectors), stock.allowed
-    exact = np.array(
-        [
-            one[1][0]
-            for one in search_exactly(
-                stock.vectors, stock.queries, [allowed] * len(stock.queries), 1
-            )
-        ]
-    )
-    table = RowTable(DIM)
-    terminal = [not flag for flag in allowed.tolist()]
-    table.append(range(count), stock.vectors, [True] * count, terminal, [""] * count, [""] * count)
-    if count <= index_module.FLAT_LIMIT:
-        stage.note(
-            f"left out: kinds of index, which begin above {index_module.FLAT_LIMIT:,} traces"
-        )
-        return
-    ivf = IvfIndex.build(table.rows.vectors)
-    hnsw = faiss.IndexHNSWFlat(DIM, 32, faiss.METRIC_INNER_PRODUCT)
-    hnsw.hnsw.efConstruction = 100
-    built = _timed(lambda: hnsw.add(stock.vectors))
-    stage.say(f"   HNSW built in {built:.1f} s")
-    selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-    searches: dict[str, Callable[[Vectors], float]] = {}
-    for probes in PROBES:
-        searches[f"IVF-SQ8, {probes} lists"] = partial(_ivf_best, ivf, table, allowed, probes)
-    for width in WIDTHS:
-        parameters = faiss.SearchParametersHNSW(sel=selector, efSearch=width)
-        searches[f"HNSW32, efSearch {width}"] = partial(_hnsw_best, hnsw, parameters)
-    recalls: dict[str, float] = {}
-    for name, search in searches.items():
-        recalls[name] = float(
-            np.mean(
-                [
-                    search(query) >= best - 1e-6
-                    for query, best in zip(stock.queries, exact, strict=True)
-                ]
-            )
-        )
-
-    def every(search: Callable[[Vectors], float]) -> Side:
-        return Side(lambda _: [search(query) for query in stock.queries] and None)
-
-    seconds = alternate({name: every(search) for name, search in searches.items()}, stage.num_runs)
-    used = f"IVF-SQ8, {index_module.NUM_PROBES} lists"
-    for name, times in seconds.items():
-        if name != used:
-            what = f"{used} (recall@1 {recalls[used]:.3f}), {count:,} traces"
-            yield _per(
-                time_row(what, f"{name} (recall@1 {recalls[name]:.3f})", seconds[used], times),
-                len(exact),
-                1000,
-                "ms a key",
-            )
-
-
 def _embedding(stage: Stage) -> Iterator[Row]:
     """Embedding new keys of some 80 tokens by MiniLM, as many as ask together, in the type that is
     taken here against float32."""
@@ -282,20 +209,6 @@ def _embedding(stage: Stage) -> Iterator[Row]:
 
 def _embed(encoder: Encoder, texts: Callable[[int], list[str]], run: int) -> None:
     encoder.encode(texts(run))
-
-
-def _ivf_best(
-    ivf: IvfIndex, table: RowTable, allowed: npt.NDArray[np.bool_], probes: int, query: Vectors
-) -> float:
-    before, index_module.NUM_PROBES = index_module.NUM_PROBES, probes
-    try:
-        return float(ivf.search(table.rows.vectors, query, allowed, 1)[1][0])
-    finally:
-        index_module.NUM_PROBES = before
-
-
-def _hnsw_best(hnsw: Any, parameters: Any, query: Vectors) -> float:
-    return float(hnsw.search(query[None], 1, params=parameters)[0][0, 0])
 
 
 def _per(row: Row, count: int, scale: float, unit: str) -> Row:

@@ -1,4 +1,4 @@
-"""Time against size: sampling, learning and the buffer, each curve with its exponent.
+"""Time against size: sampling and learning, each curve with its exponent.
 
 An exponent is the slope of log time over log size, by least squares over all points of a curve,
 with its standard error. The sizes of a curve take turns, so that a busy moment does not bend it.
@@ -26,15 +26,11 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees
 from treegraft.policy.load import with_adapters
 from treegraft.settings.policy import LearnSettings, LossSettings, ModelSettings
-from treegraft.tools.search.nearest import FLAT_LIMIT, IvfIndex, search_rows
-from treegraft.traces.rows import RowTable
 
 GROUPS = (4, 8, 16, 32, 64)
 DEPTHS = (1, 2, 3, 4, 6, 8)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16_384)
-TRACES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
 PROMPT = 200
-NUM_QUERIES = 64
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
@@ -48,7 +44,6 @@ def cases(stage: Stage) -> Mapping[str, Case]:
         "sampling depth": partial(_sampling_depth, stage),
         "sampling context": partial(_sampling_context, stage),
         "sampling leaves": partial(_sampling_leaves, stage),
-        "buffer": partial(_buffer, stage),
     }
 
 
@@ -341,31 +336,3 @@ def generated_vectors(count: int, dim: int, seed: int) -> npt.NDArray[np.float32
     vectors += draw.standard_normal(vectors.shape, dtype=np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors
-
-
-def _buffer(stage: Stage) -> Iterator[Row]:
-    """One query among more and more traces: vectors as long as the hashing encoder's, the index in
-    use from 20,000 on."""
-    sizes, dim, num = (
-        stage.pick(TRACES, (200, 2000)),
-        stage.pick(512, 32),
-        stage.pick(NUM_QUERIES, 4),
-    )
-    queries, sides = generated_vectors(num, dim, 1), {}
-    for size in sizes:
-        table = RowTable(dim)
-        vectors, every = generated_vectors(size, dim, 2), range(size)
-        table.append(every, vectors, [True] * size, [False] * size, [""] * size, [""] * size)
-        index = IvfIndex.build(table.rows.vectors) if size > FLAT_LIMIT else None
-        eligible = np.ones(size, bool)
-
-        def search(
-            _: int, rows: Any = table.rows, index: Any = index, eligible: Any = eligible
-        ) -> None:
-            for query in queries:
-                search_rows(rows.vectors, index, query[None], eligible, [eligible], 1)
-
-        sides[f"{size:,} traces"] = Side(search)
-    seconds = alternate(sides, stage.num_runs)
-    points = {f"{size:,} traces": float(size) for size in sizes}
-    yield from curve_rows(f"{num} searches of the buffer, one at a time", "traces", points, seconds)

@@ -13,6 +13,7 @@ from treegraft.core import keyed as keyed
 from treegraft.core import listener as listener
 from treegraft.core import packages as packages
 from treegraft.core import spans as spans
+from treegraft.core.batches import Batcher as Batcher
 from treegraft.core.finding import Finding as Finding
 from treegraft.core.kinds import ExplorerFacts as ExplorerFacts
 from treegraft.core.kinds import ExplorerKind as ExplorerKind
@@ -65,9 +66,9 @@ from treegraft.tasks.sampler import Epochs as Epochs
 from treegraft.tools.environments.own import ClassEnvironments as ClassEnvironments
 from treegraft.tools.environments.own import EnvironmentTool as EnvironmentTool
 from treegraft.tools.own_thread import run_in_thread as run_in_thread
+from treegraft.tools.search import nearest as nearest
+from treegraft.tools.search.encoders import Encoder as Encoder
 from treegraft.tools.search.encoders import build_encoder as build_encoder
-from treegraft.tools.search.lexical import best_texts as best_texts
-from treegraft.tools.search.tool import open_corpus as open_corpus
 from treegraft.traces import agents as agents
 from treegraft.traces import judging as judging
 from treegraft.traces import remote as remote

@@ -26,7 +26,6 @@ from treegraft.train import train
 
 ROOT = Path(__file__).parents[2]
 OF_EXTRAS = {
-    "tools.search.lexical": "bm25s",
     "tasks.math_worker": "math_verify",
 }
 """Modules of the core that are imported for one feature alone, and the package of that feature."""
@@ -246,7 +245,7 @@ def _minilm() -> None:
 
 
 def _faiss() -> None:
-    from treegraft.tools.search.nearest import load_faiss
+    from treegraft.extras.search.dense import load_faiss
 
     load_faiss()
 

@@ -19,9 +19,9 @@ from tests.support.pages import PAGES, ROOT
 
 from treegraft.cli import main as cli
 from treegraft.core.listener import address_of, listen
+from treegraft.extras.search.local import open_corpus
 from treegraft.extras.search.serve import search_app
 from treegraft.extras.suites.sets import load_sets, parse_names
-from treegraft.tools.search.tool import open_corpus
 
 SMOKE = ROOT / "recipes" / "papers" / "smoke"
 SMALL = ("train", "sft", "buffer build")

@@ -28,6 +28,7 @@ from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Passage
 from treegraft.core.listener import address_of, listen
 from treegraft.core.types import Task
+from treegraft.extras.search.local import open_corpus
 from treegraft.extras.search.remote import RemoteSearch, retrieve_url
 from treegraft.extras.search.serve import search_app
 from treegraft.extras.search.web import PROVIDERS, WebSearch
@@ -35,7 +36,7 @@ from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import with_value
 from treegraft.tools.build import build_tools
-from treegraft.tools.search.tool import SearchTool, open_corpus
+from treegraft.tools.search.tool import SearchTool
 
 TOOLS = type(Config().tools)
 """The table [tools] with what plugins add."""
@@ -570,81 +571,3 @@ def test_a_search_of_ones_own_at_an_import_path(
         build_tools(with_value(tools, "search.top_k", 10), ())
     with raises_code("settings-contradict", "tools.search.kind"):
         load_config({"tools": {"use": ["search"], "search": {"kind": "htp"}}})
-
-
-class Slow:
-    """Answers each search of `SLICE` queries after a while, and remembers the order."""
-
-    is_remote = False
-    fingerprint = "slow"
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.is_held = asyncio.Event()
-
-    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        self.seen.append(queries[0])
-        if queries[0].startswith("first"):
-            await self.is_held.wait()
-        return [[] for _ in queries]
-
-    async def close(self) -> None: ...
-
-
-def test_a_light_request_does_not_wait_for_heavy_ones() -> None:
-    async def ask() -> list[str]:
-        backend = Slow()
-        app = search_app(backend, default_top_k=1, host="127.0.0.1")
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
-        ) as client:
-            heavy = [
-                asyncio.create_task(
-                    client.post("/retrieve", json={"queries": [f"{name} {n}" for n in range(96)]})
-                )
-                for name in ("first", "second", "third")
-            ]
-            while not backend.seen:
-                await asyncio.sleep(0.01)
-            light = asyncio.create_task(client.post("/retrieve", json={"queries": ["light"]}))
-            await asyncio.sleep(0.1)
-            backend.is_held.set()
-            assert (await light).status_code == 200
-            assert {answer.status_code for answer in await asyncio.gather(*heavy)} == {200}
-        return backend.seen
-
-    seen = asyncio.run(ask())
-    # 32 queries at once: one slice is under way, the others have had nothing and ask for more.
-    assert seen[:2] == ["first 0", "light"]
-    assert sorted(seen[2:]) == sorted(
-        [f"first {n}" for n in (32, 64)]
-        + [f"{name} {n}" for name in ("second", "third") for n in (0, 32, 64)]
-    )
-    # Then they take turns.
-    assert seen[2:4] == ["second 0", "third 0"]
-
-
-def half_sent(port: int, size: int) -> socket.socket:
-    """Returns a connection on which a request has begun that does not end."""
-    opened = socket.create_connection(("127.0.0.1", port), 30)
-    head = "POST /retrieve HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    opened.sendall(f"{head}Content-Length: 7000000\r\n\r\n".encode() + b" " * size)
-    return opened
-
-
-def test_requests_that_do_not_end_take_bounded_room_and_time(
-    retrieval: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from treegraft.extras.search import serve
-
-    monkeypatch.setattr(serve, "MAX_HELD", 300_000)
-    monkeypatch.setattr(serve, "BODY_S", 3.0)
-    port = int(str(urlsplit(retrieval).port))
-    opened = [half_sent(port, 100_000) for _ in range(6)]
-    said = [one.makefile("rb").readline() for one in opened]
-    for one in opened:
-        one.close()
-    # Three fit; the others are told at once, and these after their time.
-    assert sorted(line.split()[1] for line in said) == [b"408"] * 3 + [b"503"] * 3
-    answer = httpx.post(retrieval, json={"queries": ["capital"]}, timeout=60)
-    assert answer.status_code == 200 and answer.json()["result"][0]

@@ -93,7 +93,6 @@ SMALL = {
     r"benchmarks\.fuzz (\S+)$": r"benchmarks.fuzz \1 --inputs 4 --folders 2",
     r"serving\.py (\S+)": r"serving.py \1 tasks_per_update=2 num_leaves=4 warmup.num_steps=2"
     " max_completion_tokens=32 --updates 2 --ways native native-2-ranks",
-    r"track\.prometheus=127.0.0.1:9464": "track.prometheus=127.0.0.1:0",
     r"(tasks_per_update=4 tasks\.scienceworld).*": r"\1.num_warmup=2 num_eval=2",
     r"^(treegraft (?:train|sft) (?!--resume|recipe\.toml|my_t).*?)(?: --smoke)?$": r"\1 --smoke",
     r"fake_h100\.table --write$": "fake_h100.table --cards 90 --shapes qwen2.5-1.5b",

@@ -187,7 +187,6 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
-        "index": found.index,
         "file": f"{found.num_bytes / 1e6:.1f} MB, fingerprint {fingerprint}",
     }
     if found.policy_versions is not None:

@@ -136,8 +136,6 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted += [("tasks.dataset.eval", name) for name in config.tasks.dataset.eval]
         if not wanted:
             yield Finding("tasks.dataset.train", "empty", False, "name at least one file")
-    if "search" in config.tools.use and config.tools.search.kind in ("bm25", "dense"):
-        wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
         wanted.append(("warmup.traces", config.warmup.traces))
     reads_buffer = bool(retrieving(config.explore.explorers)) or takes_warmup_of_buffer(config)

@@ -47,6 +47,7 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting, of a value of one ("publish.kind.memory") or of a table of settings

@@ -23,7 +23,7 @@ BUILT_IN = (
     "treegraft.extras.mcp.plugin",
     "treegraft.extras.python.plugin",
     "treegraft.extras.search.plugin",
-    "treegraft.extras.trackers.plugin",
+    "treegraft.extras.trackers",
     "treegraft.extras.hub.plugin",
     "treegraft.extras.suites.plugin",
     "treegraft.extras.teacher.plugin",

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
-from treegraft.core.registry import registered
 from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.health import Monitor, explained
@@ -17,7 +16,6 @@ from treegraft.runs.result import latest_of, update_latest
 from treegraft.runs.trackers import Trackers, as_trackers, find_trackers
 from treegraft.runs.tree_files import drop_parts, write_trees
 from treegraft.settings.config import Config
-from treegraft.settings.table import value_of
 
 
 class LastingDisplay:
@@ -81,7 +79,7 @@ class Recorder:
     further trackers, or functions of an update's number and metrics.
 
     Raises:
-        TreegraftError: a tracker, a place of spans or an address of metrics that cannot be used.
+        TreegraftError: a tracker or a place of spans that cannot be used.
     """
 
     def __init__(self, config: Config, display: Display, callbacks: Sequence[Any] = ()) -> None:
@@ -119,11 +117,6 @@ class Recorder:
             self._health = Monitor(self._config.health, history)
             for text in warnings:
                 display.warn(text)
-            for setting, entry in registered("service").items():
-                if (value := value_of(self._config, setting)) is not None:
-                    service = entry.load()(value, path, lambda: self.latest)
-                    ends.callback(service.close)
-                    display.note(service.place)
             title = f"{self._config.model.path} on {self._config.tasks.kind}"
             display.started(path, title, self._config.run.num_updates)
             if self._health.standing:

@@ -1,4 +1,4 @@
-"""From names in a recipe to trackers, and their faults kept away from the run."""
+"""The trackers of a run, whose faults never end it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from treegraft.runs.health import HealthWarning, explained
 
 @dataclass(slots=True)
 class Tracked:
-    """The records that the trackers of a run already have."""
+    """The updates that the trackers of a run already have, as `trackers.json` in its folder."""
 
     run_dir: Path
     id: str
-    """Of the run in all trackers, the same after a resume; made up, so that runs of one name stay
-    apart."""
+    """Random name of the run in all trackers, the same after a resume."""
     updates: dict[str, int] = field(default_factory=dict)
-    """The last update of each tracker by its name in the recipe; none before its first."""
+    """The last update of each tracker by its name in the recipe."""
 
     @classmethod
     def of(cls, run_dir: Path) -> Tracked:
-        """Returns what stands in the run folder, with a new id where nothing does.
+        """Returns the record in the run folder, or an empty one with a new id.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -55,10 +54,6 @@ class Tracked:
                 code="tracked-unreadable",
             ) from error
 
-    def has_had(self, name: str, update: int) -> bool:
-        """Returns whether a tracker has had the update."""
-        return update <= self.updates.get(name, -1)
-
     def write(self) -> None:
         """Writes the file."""
         data = {"id": self.id, "updates": self.updates}
@@ -70,32 +65,35 @@ class Tracked:
         return settings
 
 
+# --- from names and callbacks to trackers ---------------------------------------------------------
+
 Maker = Callable[[Path], Tracker]
+"""Makes a tracker from the path of the run folder."""
 SETTING = "track.trackers"
+_METHODS = ("log", "sample", "warn", "finish", "close")
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
-    """Returns the makers of a recipe's trackers by name, each called with the run folder.
+    """Returns the makers of a recipe's trackers by name.
 
     Raises:
         SettingError: an unknown name, or an extra that is not installed.
     """
-    return {name: _find(name) for name in names}
-
-
-def _find(name: str) -> Maker:
-    known = registered("tracker")
-    found = pick(name, known, SETTING)
-    if name not in known:
-        return partial(_make_own, found, name)
-    module = found.facts.get("module", "")
-    if module and not is_installed(module):
-        raise SettingError(
-            not_installed(f"{SETTING}: '{name}'", [module], found.facts["install"]),
-            code="package-missing",
-        )
-    maker: Maker = found.load()
-    return maker
+    makers: dict[str, Maker] = {}
+    for name in names:
+        known = registered("tracker")
+        found = pick(name, known, SETTING)
+        if name not in known:
+            makers[name] = partial(_make_own, found, name)
+            continue
+        module = found.facts.get("module", "")
+        if module and not is_installed(module):
+            raise SettingError(
+                not_installed(f"{SETTING}: '{name}'", [module], found.facts["install"]),
+                code="package-missing",
+            )
+        makers[name] = found.load()
+    return makers
 
 
 def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
@@ -129,39 +127,44 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
     """
     makers: dict[str, Maker] = {}
     for number, callback in enumerate(callbacks):
-        methods = [name for name in _METHODS if callable(getattr(callback, name, None))]
+        has_methods = any(callable(getattr(callback, name, None)) for name in _METHODS)
         is_wrong = isinstance(callback, type) or inspect.iscoroutinefunction(callback)
-        if is_wrong or not (methods or callable(callback)):
+        if is_wrong or not (has_methods or callable(callback)):
             raise SettingError(
                 f"callbacks: entry {number} is {callback!r:.80}; expected a function of (update,"
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
                 code="callback-invalid",
             )
-        named = callback if methods else _FunctionTracker(callback)
-        name = getattr(callback, "__name__", type(callback).__name__)
-        key = f"callback {name}"
-        makers[f"{key} {number}" if key in makers else key] = lambda _, one=named: one  # type: ignore[misc]
+        tracker = callback if has_methods else _FunctionTracker(callback)
+        name = f"callback {getattr(callback, '__name__', type(callback).__name__)}"
+        if name in makers:
+            name = f"{name} {number}"
+        makers[name] = partial(_same, tracker)
     return makers
 
 
-_METHODS = ("log", "sample", "warn", "finish", "close")
+def _same(tracker: Any, run_dir: Path) -> Any:
+    return tracker
+
+
+# --- the trackers of a run ------------------------------------------------------------------------
 
 Entry = tuple[int, Mapping[str, float], Sequence[HealthWarning]]
 
 
 @dataclass(slots=True)
 class _Member:
-    """One tracker with what it has yet to get."""
+    """One tracker, and the updates that it lacks."""
 
     name: str
     maker: Maker
-    tracker: Tracker | None = None
+    tracker: Any = None
     """None before it could be made."""
     missed: deque[Entry] = field(default_factory=deque)
     pause: int = 0
     """Updates between its last two tries; 0 while it works."""
     next_try: int = -1
-    """Update before which it is left alone."""
+    """The update before which it is left alone."""
 
 
 class Trackers:
@@ -180,14 +183,16 @@ class Trackers:
         note: Callable[[str], None],
     ) -> None:
         """Args:
-            history: the lines of metrics logged so far; those that a tracker lacks go to it.
-            warn, note: take a sentence for the terminal.
+            history: the lines of metrics logged so far; a tracker gets those that it lacks.
+            warn, note: print a sentence in the terminal.
 
         Raises:
             SettingError: a tracker of the user's own cannot be called or lacks a method.
             CheckpointError: `trackers.json` is damaged.
         """
-        self._run_dir, self._warn, self._note = run_dir, warn, note
+        self._run_dir = run_dir
+        self._warn = warn
+        self._note = note
         self.wants_end = False
         """Whether one has answered an update of this process with False."""
         self._members = [_Member(name, maker) for name, maker in makers.items()]
@@ -205,21 +210,22 @@ class Trackers:
         self.wants_end = False
 
     def sample(self, update: int, trees: Sequence[Tree]) -> None:
-        """Takes the trees of an update that is learned."""
+        """Hands over the trees of an update that is learned."""
         for member in self._members:
-            if not self._tracked.has_had(member.name, update):
+            if not self._has_had(member, update):
                 self._try(member, update, lambda m: _call(m.tracker, "sample", update, trees))
 
     def log(
         self, update: int, metrics: Mapping[str, float], warnings: Sequence[HealthWarning]
     ) -> None:
-        """Takes the metrics of an update, and the warnings that begin with it."""
+        """Hands over the metrics of an update, and the warnings that begin with it."""
         for member in self._members:
             self._miss(member, (update, metrics, warnings))
             self._try(member, update, self._catch_up)
 
     def finish(self, latest: Mapping[str, float]) -> None:
-        """Takes the latest value of every metric at the end of a run that has done its work."""
+        """Hands over the latest value of every metric at the end of a run that has done its
+        work."""
         for member in self._members:
             # The last chance for what was missed.
             member.next_try = 0
@@ -233,17 +239,19 @@ class Trackers:
                 member.next_try = 0
                 self._try(member, 0, lambda m: _call(m.tracker, "close"))
 
+    def _has_had(self, member: _Member, update: int) -> bool:
+        return update <= self._tracked.updates.get(member.name, -1)
+
     def _miss(self, member: _Member, entry: Entry) -> None:
         # A resumed run repeats updates; the repetitions are equal.
-        if not self._tracked.has_had(member.name, entry[0]):
+        if not self._has_had(member, entry[0]):
             member.missed.append(entry)
 
     def _catch_up(self, member: _Member) -> None:
-        assert member.tracker is not None
         while member.missed:
             update, metrics, warnings = member.missed[0]
-            answer = _call(member.tracker, "log", update, metrics)
-            self.wants_end = self.wants_end or answer is False
+            if _call(member.tracker, "log", update, metrics) is False:
+                self.wants_end = True
             member.missed.popleft()
             self._tracked.updates[member.name] = update
             self._tracked.write()
@@ -263,19 +271,21 @@ class Trackers:
             raise
         # Whatever a tracker of others raises: no network, no login, a full disk at its side.
         except Exception as error:
-            is_first = member.pause == 0
-            member.pause = 2 * member.pause or 1
-            member.next_try = update + member.pause
-            if is_first:
-                text = plain(str(error).strip().partition("\n")[0], 300)
-                self._warn(
-                    f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
-                    " on, metrics.jsonl has everything, and later updates try again"
-                )
+            self._pause(member, update, error)
             return
         if member.pause and not member.missed:
             member.pause = 0
             self._note(f"tracker '{member.name}' works again and has all updates")
+
+    def _pause(self, member: _Member, update: int, error: Exception) -> None:
+        if member.pause == 0:
+            text = plain(str(error).strip().partition("\n")[0], 300)
+            self._warn(
+                f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
+                " on, metrics.jsonl has everything, and later updates try again"
+            )
+        member.pause = 2 * member.pause or 1
+        member.next_try = update + member.pause
 
 
 def _call(tracker: Any, method: str, *arguments: Any) -> Any:

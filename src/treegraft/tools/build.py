@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treegraft.core.errors import SettingError, about
+from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import blaming
-from treegraft.core.interfaces import EnvironmentKind, SearchBackend, Tool
-from treegraft.core.registry import CORE_NAMES, find, registered
-from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
+from treegraft.core.interfaces import EnvironmentKind, Tool
+from treegraft.core.registry import find, registered
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
 
@@ -75,30 +75,12 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
 
 
 def _search(settings: ToolsSettings) -> Tool:
-    from treegraft.tools.search.tool import SearchTool
+    from treegraft.tools.search.tool import search_tool
 
-    return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
+    return search_tool(settings.search)
 
 
 TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {"search": _search}
-
-
-def open_search(settings: SearchToolSettings) -> SearchBackend:
-    """Returns where the search tool's passages come from; a server has answered by then.
-
-    Raises `SettingError`, `DataError` and `ModelError` for what cannot be had.
-    """
-    if settings.kind not in CORE_NAMES["search"]:
-        make = find(settings.kind, {}, "search", "tools.search.kind")
-        with blaming(settings.kind, "tools.search.kind"):
-            backend: SearchBackend = make(settings)
-        return backend
-    from treegraft.tools.search.tool import open_corpus
-
-    with about("tools.search.corpus"):
-        return open_corpus(
-            settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir
-        )
 
 
 def _as_tool(found: Any, entry: str) -> Tool:

@@ -28,7 +28,7 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
+from treegraft.tools.search.nearest import QUERIES, Hits, search_rows
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Excluded, RowTable
 from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
@@ -71,8 +71,6 @@ class BufferStats:
     """Traces that were evicted; they stay in the file, so that `roll_back` can restore them."""
     encoder: str
     dim: int
-    index: str
-    """"flat" (exact), or "ivf-sq8" for more than FLAT_LIMIT traces."""
     num_bytes: int
     """On disk."""
 
@@ -324,7 +322,7 @@ class TraceBuffer:
         for first in range(0, len(vectors), QUERIES):
             here = slice(first, first + QUERIES)
             base, masks = table.eligible(rows, allow_terminal, sources, tasks[here])
-            hits += table.search(rows, vectors[here], k, base, masks)
+            hits += search_rows(rows.vectors, vectors[here], base, masks, k)
         close = [
             [(int(rows.ids[row]), float(s)) for row, s in zip(*hit, strict=True)] for hit in hits
         ]
@@ -455,7 +453,6 @@ class TraceBuffer:
             num_evicted=len(self._table.rows) - len(self),
             encoder=self.encoder_name,
             dim=self.dim,
-            index="flat" if len(self) <= FLAT_LIMIT else "ivf-sq8",
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
         )
 

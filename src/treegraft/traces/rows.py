@@ -3,14 +3,13 @@ added, evicted ones included."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.tools.search.nearest import FLAT_LIMIT, Hits, IvfIndex, Mask, search_rows
+from treegraft.tools.search.nearest import Mask
 
 Excluded = str | tuple[str, ...] | None
 """A task whose traces are not eligible, by its id or by several names; None or "": none."""
@@ -45,8 +44,6 @@ class RowTable:
         self._task_numbers: dict[str, int] = {}
         self._source_numbers: dict[str, int] = {}
         self.rows = self._reserved = _zeros(0, dim)
-        self._index: IvfIndex | None = None
-        self._index_lock = threading.Lock()
 
     def append(
         self,
@@ -103,22 +100,6 @@ class RowTable:
             numbers = [self._task_numbers.get(name, -1) for name in names if name]
             masks[task] = base & ~np.isin(rows.tasks, numbers) if numbers else base
         return base, [masks[task] for task in exclude_tasks]
-
-    def search(
-        self,
-        rows: Rows,
-        queries: npt.NDArray[np.float32],
-        k: int,
-        base: Mask,
-        masks: Sequence[Mask],
-    ) -> list[Hits]:
-        """Returns for each of [queries, dim] the k nearest of the rows that `eligible` gave."""
-        index = None
-        # Below the limit every row is compared, which is exact and fast enough.
-        if np.count_nonzero(base) > FLAT_LIMIT:
-            with self._index_lock:
-                index = self._index = IvfIndex.build(rows.vectors, self._index)
-        return search_rows(rows.vectors, index, queries, base, masks, k)
 
 
 def _numbers(known: dict[str, int], names: Sequence[str]) -> list[int]:

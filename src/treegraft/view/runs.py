@@ -24,7 +24,7 @@ from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.roles import Role, read_roles, roles_line
+from treegraft.runs.roles import roles_line
 from treegraft.runs.tree_files import TreePart, files_in, in_order, parts_of
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
@@ -135,10 +135,6 @@ class RunReader:
         """Returns what a metric means; raises KeyError, naming the nearest one, for an unknown
         one."""
         return meaning(key)
-
-    def roles(self) -> list[Role]:
-        """Returns the actors of its cluster; none where there are none at present."""
-        return read_roles(self.path / "roles.json")
 
     def latest_checkpoint(self) -> Path | None:
         """Returns the newest checkpoint, None where there is none yet."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-
-from treegraft.parts import best_texts
+from functools import partial
 
 GAP = "[...]"
 """Stands where passages of a page were left out."""
@@ -57,5 +56,21 @@ def _parts(text: str, max_chars: int) -> Iterator[str]:
 
 def most_relevant(passages: list[str], query: str, num: int) -> list[int]:
     """Returns the numbers of the passages that match the query best by BM25, ascending; the first
-    ones where none does."""
-    return sorted(best_texts(passages, query, num)) or list(range(min(num, len(passages))))
+    ones if none does."""
+    import bm25s
+
+    first_ones = list(range(min(num, len(passages))))
+    # The pattern of bm25s drops words of one character, such as the number in "Apollo 8".
+    cut_up = partial(
+        bm25s.tokenize, token_pattern=r"(?u)\b\w+\b", stopwords="en", show_progress=False
+    )
+    words = cut_up(passages)
+    if not words.vocab:
+        return first_ones
+    # A backend by name, so that results do not depend on whether numba is installed.
+    bm25 = bm25s.BM25(method="lucene", backend="numpy")
+    bm25.index(words, create_empty_token=False, show_progress=False)
+    (asked,) = cut_up([query], return_ids=False)
+    scores = bm25.get_scores_from_ids(bm25.get_tokens_ids(asked))
+    best_first = sorted(range(len(passages)), key=lambda number: -scores[number])
+    return sorted(number for number in best_first[:num] if scores[number] > 0) or first_ones

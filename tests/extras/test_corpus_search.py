@@ -25,14 +25,15 @@ from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
-from treegraft.tools.search import dense, encoders, lexical
-from treegraft.tools.search import home as index_home
-from treegraft.tools.search.corpus import Corpus, read_rows
-from treegraft.tools.search.dense import DenseIndex
+from treegraft.extras.search import dense, lexical, local
+from treegraft.extras.search import home as index_home
+from treegraft.extras.search.corpus import Corpus, read_rows
+from treegraft.extras.search.dense import DenseIndex
+from treegraft.extras.search.home import find_or_make
+from treegraft.extras.search.lexical import LexicalIndex
+from treegraft.extras.search.local import CorpusSearch, open_corpus
 from treegraft.tools.search.encoders import HashingEncoder
-from treegraft.tools.search.home import find_or_make
-from treegraft.tools.search.lexical import LexicalIndex
-from treegraft.tools.search.tool import CorpusSearch, SearchTool, open_corpus
+from treegraft.tools.search.tool import SearchTool
 
 TASK = Task(id="t", question="?", reference=())
 NAMES = (
@@ -161,7 +162,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
             file.write(json.dumps({"id": number, "contents": f'"needle{number}"\n{filler}'}) + "\n")
     assert path.stat().st_size > 17_000_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treegraft.tools.search.tool.SMALL_BYTES", 0)
+        patch.setattr("treegraft.extras.search.local.SMALL_BYTES", 0)
         tracemalloc.start()
         search = open_corpus(str(path))
         _, peak = tracemalloc.get_traced_memory()
@@ -180,7 +181,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 def test_a_large_corpus_is_indexed_once_and_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treegraft.tools.search.tool.SMALL_BYTES", 0)
+    monkeypatch.setattr("treegraft.extras.search.local.SMALL_BYTES", 0)
     path, home = write(tmp_path / "c.jsonl", ["oak", "elm"]), tmp_path / "c.jsonl.bm25"
 
     def ids(query: str) -> list[str | int]:
@@ -255,23 +256,15 @@ class Given:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DenseIndex, np.ndarray]]:
-    """21,500 vectors in lists, made in shards of 4,096; the making was broken off, and the folder
-    moved."""
+    """21,500 vectors in lists, and the folder moved."""
     folder, vectors = tmp_path_factory.mktemp("large"), clustered(21_500, 16)
     vectors.tofile(folder / "vectors.f16")
     np.save(folder / "offsets.npy", np.arange(len(vectors), dtype=np.uint64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "SHARD", 4_096)
-        dense.save_lists(vectors, folder)
-        shards = [path.read_bytes() for path in dense.shard_paths(folder, len(vectors))]
-        (folder / "lists-2.faiss").rename(folder / "lists-2.partial")
-        dense.save_lists(vectors, folder)
-        assert [
-            path.read_bytes() for path in dense.shard_paths(folder, len(vectors))
-        ] == shards and len(shards) == 6
-        index = DenseIndex(folder.rename(folder.with_name("moved")), Given(vectors), num_threads=2)
-        yield index, vectors
-        index.close()
+    dense.save_lists(vectors, folder / "lists.faiss")
+    assert [path.name for path in folder.glob("lists*")] == ["lists.faiss"]
+    index = DenseIndex(folder.rename(folder.with_name("moved")), Given(vectors), num_threads=2)
+    yield index, vectors
+    index.close()
 
 
 def test_lists_on_disk_find_what_sorting_finds(large: tuple[DenseIndex, np.ndarray]) -> None:
@@ -383,7 +376,7 @@ def test_an_index_is_made_again_for_other_weights_of_a_folder(
     encoder, weights = Counting(), tmp_path / "encoder" / "model.safetensors"
     encoder.name = str(weights.parent)
     weights.parent.mkdir()
-    monkeypatch.setattr(encoders, "build_encoder", lambda *_, **__: encoder)
+    monkeypatch.setattr(local, "build_encoder", lambda *_, **__: encoder)
     found = []
     for content in ("1", "1", "2"):
         weights.write_text(content)
@@ -397,8 +390,8 @@ def test_an_index_is_made_again_for_other_weights_of_a_folder(
 KILLED = """
 import sys
 from pathlib import Path
-from treegraft.tools.search import dense, home
-from treegraft.tools.search.corpus import read_rows
+from treegraft.extras.search import dense, home
+from treegraft.extras.search.corpus import read_rows
 from treegraft.tools.search.encoders import HashingEncoder
 class Slow(HashingEncoder):
     def encode(self, texts):
@@ -439,18 +432,13 @@ def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_folder_that_cannot_be_written_to_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", ["oak"])
     (tmp_path / "c.jsonl.dense").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    home = index_home.index_home(path, "dense", "")
-    assert home.parent == tmp_path / "cache" / "treegraft" and home.name.startswith(
-        "c.jsonl.dense-"
-    )
-    with raises_code("index-unwritable"):
-        index_home.index_home(path, "dense", str(path))
+    for index_dir in ("", str(path)):
+        with raises_code("index-unwritable", match=r"tools\.search\.index_dir"):
+            index_home.index_home(path, "dense", index_dir)
+    assert index_home.index_home(path, "dense", str(tmp_path / "other")).is_dir()
 
 
 # ---------------------------------------------------------------------- asked together

@@ -1,9 +1,9 @@
 """Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit
 copies beside it, both mapped.
 
-Embedding takes longest, and an interrupted build continues after its last whole block. While it
-runs, memory holds one block of passages, the sample that centroids are fitted to, and one shard of
-the index; a search holds only the parts of the files that its query reads.
+Embedding takes longest, and an interrupted build continues after its last whole block. Building the
+index takes a byte of memory for each number of each vector, 8 GB for 21 million passages of MiniLM;
+a search holds only the parts of the files that its query reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -22,29 +23,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.files import write_atomically
-from treegraft.tools.search.corpus import Row
-from treegraft.tools.search.encoders import Encoder
-from treegraft.tools.search.nearest import (
-    BLOCK,
-    FLAT_LIMIT,
-    NUM_CANDIDATES,
-    NUM_PROBES,
-    ON_DISK,
-    Hits,
-    fit,
-    load_faiss,
-    num_fitted,
-    score,
-    search_exactly,
-)
+from treegraft.extras.search.corpus import Row
+from treegraft.parts import Encoder, files, nearest, packages
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files; raised whenever their layout changes."""
-SHARD = 1 << 21
-"""Rows of one file of the index, which is in memory while it is built: 800 MB for MiniLM."""
+FLAT_LIMIT = 20_000
+"""Passages up to which a search is exact."""
+BLOCK = 2_048
+"""Passages that are embedded, and enter the index, together."""
+NUM_CANDIDATES = 32
+"""Passages that are scored again, besides four for each one wanted."""
+NUM_PROBES = 32
 PROBED_FRAC = 1 / 32
-"""Share of the lists that a query reads, where that is more than NUM_PROBES."""
+"""Lists that a query reads: NUM_PROBES, or this share of all if it is more."""
+LISTS_PER_ROOT = 2.5
+"""Lists for each square root of the passages, rounded to a power of two: 1,024 for 160,000."""
+SAMPLE_PER_LIST = 64
+"""Vectors that centroids are fitted to, for each list."""
 _REPORT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -66,14 +62,12 @@ class DenseIndex:
         """[passages] where each begins in the corpus, in bytes."""
         self._encoder = encoder
         self._vectors = _stored(folder, len(self.offsets), encoder.dim)
-        self._shards: list[Any] = []
+        self._lists: Any = None
         faiss = load_faiss()
         if len(self.offsets) > FLAT_LIMIT:
             flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
-            for path in shard_paths(folder, len(self.offsets)):
-                shard = faiss.read_index(str(path), flags)
-                shard.nprobe = max(NUM_PROBES, round(shard.nlist * PROBED_FRAC))
-                self._shards.append(shard)
+            self._lists = faiss.read_index(str(folder / "lists.faiss"), flags)
+            self._lists.nprobe = max(NUM_PROBES, round(self._lists.nlist * PROBED_FRAC))
         else:
             self._vectors = self._vectors.astype(np.float32)
         # FAISS's own threads would share one query out, and its sums would depend on their number;
@@ -85,38 +79,26 @@ class DenseIndex:
             initargs=(1,),
         )
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[Hits]:
+    def search(self, queries: Sequence[str], top_k: int) -> list[nearest.Hits]:
         """Returns the nearest passages of each query, best first, and their cosines; `top_k` or all
         there are."""
-        return self.search_vectors(self._encoder.encode(queries), top_k)
-
-    def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Hits]:
-        """Returns the same for [queries, dim] vectors of unit length."""
-        if not self._shards:
-            vectors = self._vectors.astype(np.float32, copy=False)
-            everything = np.ones(len(vectors), bool)
-            return search_exactly(vectors, queries, [everything] * len(queries), top_k)
-        return list(self._threads.map(lambda query: self._nearest(query, top_k), queries))
+        vectors = self._encoder.encode(queries)
+        if self._lists is None:
+            everything = np.ones(len(self._vectors), bool)
+            masks = [everything] * len(queries)
+            stored = self._vectors.astype(np.float32, copy=False)
+            return nearest.search_exactly(stored, vectors, masks, top_k)
+        return list(self._threads.map(lambda query: self._nearest(query, top_k), vectors))
 
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown()
 
-    def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> Hits:
-        num = NUM_CANDIDATES + 4 * top_k
-        # All shards have the same centroids.
-        first = self._shards[0]
-        nearness, lists = first.quantizer.search(query[None], first.nprobe)
-        found = [
-            shard.search_preassigned(query[None], num, lists, nearness) for shard in self._shards
-        ]
-        rough = np.concatenate([scores[0] for scores, _ in found])
-        rows = np.concatenate(
-            [rows[0] + number * SHARD * (rows[0] >= 0) for number, (_, rows) in enumerate(found)]
-        )
-        best = rows[np.argsort(-rough, kind="stable")[:num]]
+    def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> nearest.Hits:
+        _, rows = self._lists.search(query[None], NUM_CANDIDATES + 4 * top_k)
         # In the order of the file, which reads best.
-        return score(self._vectors, np.sort(best[best >= 0]), query, top_k)
+        candidates = np.sort(rows[0][rows[0] >= 0])
+        return nearest.score(self._vectors, candidates, query, top_k)
 
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
@@ -142,45 +124,45 @@ class DenseIndex:
                 # The count may reach the disk only after the vectors that it counts.
                 file.flush()
                 os.fsync(file.fileno())
-                write_atomically(progress, json.dumps({"rows": len(offsets)}))
+                files.write_atomically(progress, json.dumps({"rows": len(offsets)}))
                 if time.monotonic() - reported > _REPORT_S:
                     reported = time.monotonic()
                     speed = (len(offsets) - done) / (reported - began)
                     _log.warning("%d passages embedded, %.0f a second", len(offsets), speed)
         np.save(folder / "offsets.npy", np.frombuffer(offsets, np.uint64))
         if len(offsets) > FLAT_LIMIT:
-            save_lists(_stored(folder, len(offsets), encoder.dim), folder)
+            save_lists(_stored(folder, len(offsets), encoder.dim), folder / "lists.faiss")
 
 
 def _stored(folder: Path, num_rows: int, dim: int) -> npt.NDArray[np.floating[Any]]:
     return np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num_rows, dim))
 
 
-def shard_paths(folder: Path, num_rows: int) -> list[Path]:
-    """Returns the files of an index over `num_rows` rows, in order; each holds SHARD rows, the last
-    one the rest."""
-    return [folder / f"lists-{number}.faiss" for number in range(-(-num_rows // SHARD))]
-
-
-def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
-    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids.
-    Existing shards are kept."""
+def save_lists(vectors: npt.NDArray[np.floating[Any]], path: Path) -> None:
+    """Writes an index of [rows, dim] unit vectors: 8-bit copies in lists around centroids (IVF).
+    The vectors may lie in a file."""
     faiss = load_faiss()
+    num, dim = vectors.shape
+    num_lists = 1 << round(math.log2(LISTS_PER_ROOT * math.sqrt(num)))
+    index = faiss.index_factory(dim, f"IVF{num_lists},SQ8", faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid = 1  # else it warns of fewer than 39
+    # Evenly spread: neighbours in the file are often alike.
+    num_sampled = min(num, SAMPLE_PER_LIST * num_lists)
+    sample = vectors[np.linspace(0, num - 1, num_sampled).astype(np.int64)].astype(np.float32)
+    _log.warning("fitting centroids for %d passages", num)
     # For this thread only: a sum over several threads depends on their number.
     faiss.omp_set_num_threads(1)
-    empty: Any = None  # fitted only where a shard is missing, since that takes longest
-    for number, path in enumerate(shard_paths(folder, len(vectors))):
-        if path.exists():
-            continue
-        if empty is None:
-            _log.warning("fitting centroids for %d passages", len(vectors))
-            empty = fit(vectors[: num_fitted(len(vectors))], ON_DISK)
-        shard = faiss.clone_index(empty)
-        last = min((number + 1) * SHARD, len(vectors))
-        for start in range(number * SHARD, last, BLOCK):
-            shard.add(vectors[start : min(start + BLOCK, last)].astype(np.float32))
-        partial = path.with_suffix(".partial")
-        faiss.write_index(shard, str(partial))
-        os.replace(partial, path)
-        del shard
-        _log.warning("%d of %d passages indexed", last, len(vectors))
+    index.train(sample)
+    for start in range(0, num, BLOCK):
+        index.add(vectors[start : start + BLOCK].astype(np.float32))
+    partial = path.with_suffix(".partial")
+    faiss.write_index(index, str(partial))
+    os.replace(partial, path)
+
+
+def load_faiss() -> Any:
+    """Returns the library, untyped, since its stubs lack most arguments."""
+    packages.require("a dense index", "faiss")
+    import faiss
+
+    return faiss

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
-from treegraft.core.files import open_own, remove_folder, write_atomically
-from treegraft.tools.search.corpus import checksum
+from treegraft import SettingError
+from treegraft.extras.search.corpus import checksum
+from treegraft.parts import files
 
 SMALL_BYTES = 1 << 26
 """Corpora up to this size are compared by their contents; larger ones by size and time first."""
@@ -41,32 +41,21 @@ _log = logging.getLogger(__name__)
 
 
 def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
-    """Returns the folder for the indexes of this kind over a corpus; it exists and is writable.
+    """Returns the folder for the indexes of this kind over a corpus, which can be written to unless
+    it holds an index.
 
     Args:
-        index_dir: the user's choice; empty means beside the corpus, or where that is read-only in
-            the user's cache folder.
+        index_dir: the user's choice; empty means beside the corpus.
 
     Raises:
-        SettingError: the user's choice cannot be written to.
+        SettingError: it cannot be written to.
     """
-    name = f"{corpus.name}.{kind}"
-    if index_dir:
-        places = [Path(os.path.expanduser(os.path.expandvars(index_dir))) / name]
-    else:
-        beside = corpus.parent / name
-        # An index beside the corpus serves also where nothing can be written.
-        if any(beside.glob(f"*/{_RECORD}")):
-            return beside
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
-        # Corpora of one name in two folders must not share a place.
-        places = [beside, cache / f"{name}-{_digest(str(corpus.resolve()), 4)}"]
-    for place in places:
-        if _is_writable(place):
-            return place
+    parent = Path(os.path.expanduser(os.path.expandvars(index_dir))) if index_dir else corpus.parent
+    place = parent / f"{corpus.name}.{kind}"
+    if any(place.glob(f"*/{_RECORD}")) or _is_writable(place):
+        return place
     raise SettingError(
-        f"the index of '{corpus}' cannot be written to"
-        f" {' or '.join(repr(str(place)) for place in places)}; name a writable folder with"
+        f"the index of '{corpus}' cannot be written to '{place}'; name a writable folder with"
         " tools.search.index_dir.",
         code="index-unwritable",
     )
@@ -85,7 +74,7 @@ def find_or_make(
     """
     if found := _find(corpus, home, recipe):
         return found
-    with open_own(home / ".lock") as lock:
+    with files.open_own(home / ".lock") as lock:
         # The kernel releases the lock when its process dies, so no stale lock can stay.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,14 +90,14 @@ def find_or_make(
         folder = home / _digest(json.dumps([content, dict(recipe)], sort_keys=True), 8)
         if any(one.is_symlink() for one in (folder, *folder.glob("*"))):
             # Made by somebody else: writing here would write to what the links lead to.
-            remove_folder(folder)
+            files.remove_folder(folder)
         folder.mkdir(exist_ok=True)
         record: dict[str, Any] = {"corpus": str(corpus.resolve()), "recipe": dict(recipe)}
         # Before the files, so that a later build knows whose they are if this one is killed.
-        write_atomically(folder / _RECORD, json.dumps(record))
+        files.write_atomically(folder / _RECORD, json.dumps(record))
         make(folder)
         record |= {"size": state.st_size, "mtime_ns": state.st_mtime_ns, "content": content}
-        write_atomically(folder / _RECORD, json.dumps(record, indent=2))
+        files.write_atomically(folder / _RECORD, json.dumps(record, indent=2))
         for other in home.iterdir():
             if other != folder and _is_index_of(corpus, other):
                 # A process that has mapped their files keeps them.
@@ -150,7 +139,9 @@ def _describes(place: Path, corpus: Path, recipe: Mapping[str, Any]) -> bool:
     if not is_same_time:
         # A copied corpus is read once; the next start goes by its new time.
         with contextlib.suppress(OSError):
-            write_atomically(place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2))
+            files.write_atomically(
+                place, json.dumps(record | {"mtime_ns": state.st_mtime_ns}, indent=2)
+            )
     return True
 
 

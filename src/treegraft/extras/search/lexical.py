@@ -20,8 +20,8 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.errors import DataError
-from treegraft.tools.search.corpus import Row
+from treegraft import DataError
+from treegraft.extras.search.corpus import Row
 
 FORMAT = 2
 """Version of the files; raised whenever their layout changes."""
@@ -84,13 +84,6 @@ class LexicalIndex:
         """Releases the arrays and with them the files."""
         # bm25s has no way to close; a mapped file is released with its last array.
         self._bm25.scores = {}
-
-
-def best_texts(texts: Iterable[str], query: str, num: int) -> list[int]:
-    """Returns the positions of at most `num` texts that match a query, best first. A text matches
-    if it shares a word with the query."""
-    bm25 = _index(texts)
-    return [] if bm25 is None else _best(_scores(bm25, query), num)[0].tolist()
 
 
 def _tokenize(texts: Iterable[str], *, return_ids: bool) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.error_codes import raises_code
 
 from treegraft.core.types import Task
+from treegraft.extras.search.local import open_corpus
 from treegraft.tools.search.tool import NO_MATCH, SearchTool
 
 TASK = Task(id="t", question="?", reference=())
@@ -29,7 +30,9 @@ def corpus(folder: Path, *lines: str | bytes) -> str:
 
 
 def build(folder: Path, top_k: int = 3) -> SearchTool:
-    return SearchTool(corpus(folder, *(json.dumps(row) for row in ROWS), ""), top_k=top_k)
+    return SearchTool(
+        open_corpus(corpus(folder, *(json.dumps(row) for row in ROWS), "")), top_k=top_k
+    )
 
 
 def ask(tool: SearchTool, query: str) -> str:
@@ -38,7 +41,6 @@ def ask(tool: SearchTool, query: str) -> str:
 
 def test_the_best_passage_comes_first_on_one_line(tmp_path: Path) -> None:
     tool = build(tmp_path)
-    assert len(tool.backend) == 4
     assert ask(tool, "capital of France") == (
         "Doc 1: Paris is the capital of France\nDoc 2: Berlin is the capital of Germany"
     )
@@ -75,10 +77,10 @@ def test_variables_in_the_path_are_expanded(
 ) -> None:
     build(tmp_path)
     monkeypatch.setenv("CORPUS_HOME", str(tmp_path))
-    assert len(SearchTool("$CORPUS_HOME/corpus.jsonl").backend) == 4
+    assert len(open_corpus("$CORPUS_HOME/corpus.jsonl")) == 4
     monkeypatch.delenv("CORPUS_HOME")
     with raises_code("corpus-missing", match=r"variable \$CORPUS_HOME is not set"):
-        SearchTool("$CORPUS_HOME/corpus.jsonl")
+        open_corpus("$CORPUS_HOME/corpus.jsonl")
 
 
 GOOD = json.dumps(ROWS[0])
@@ -100,11 +102,11 @@ GOOD = json.dumps(ROWS[0])
 )
 def test_bad_rows_are_named_by_line(tmp_path: Path, lines: list[str | bytes], code: str) -> None:
     with raises_code(code):
-        SearchTool(corpus(tmp_path, *lines))
+        open_corpus(corpus(tmp_path, *lines))
 
 
 def test_a_missing_file_or_path_is_an_error(tmp_path: Path) -> None:
     with raises_code("corpus-missing"):
-        SearchTool(str(tmp_path / "nowhere.jsonl"))
+        open_corpus(str(tmp_path / "nowhere.jsonl"))
     with raises_code("corpus-unnamed"):
-        SearchTool("")
+        open_corpus("")

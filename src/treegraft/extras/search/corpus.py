@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.core.errors import DataError, SettingError, ToolUnavailable, nearest_file
-from treegraft.core.interfaces import Passage
+from treegraft import DataError, SettingError, ToolUnavailable
+from treegraft.parts import errors, interfaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def corpus_path(corpus: str) -> Path:
     path = os.path.expanduser(os.path.expandvars(corpus))
     if not os.path.isfile(path):
         unset = re.search(r"\$\{?\w+\}?", path)
-        near = f" Check tools.search.corpus.{nearest_file(Path(path))}"
+        near = f" Check tools.search.corpus.{errors.nearest_file(Path(path))}"
         hint = f" The variable {unset.group()} is not set." if unset else near
         raise DataError(f"corpus '{path}': there is no such file.{hint}", code="corpus-missing")
     return Path(path)
@@ -111,7 +111,7 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, rows: Sequence[int], scores: Sequence[float]) -> list[Passage]:
+    def read(self, rows: Sequence[int], scores: Sequence[float]) -> list[interfaces.Passage]:
         """Returns these rows as passages with these scores.
 
         Raises:
@@ -133,7 +133,9 @@ class Corpus:
                 end = self._state[0] if is_last else int(self._offsets[row + 1])
                 # Unlike seek and read, this needs no lock between threads.
                 line = os.pread(self._file, end - start, start)
-                passages.append(Passage(*_parse(line, f"corpus '{self.path}', row {row}"), score))
+                passages.append(
+                    interfaces.Passage(*_parse(line, f"corpus '{self.path}', row {row}"), score)
+                )
         except (OSError, DataError) as error:
             raise ToolUnavailable(
                 f"corpus '{self.path}' can no longer be read: {error}", code="corpus-gone"
