@@ -17,13 +17,14 @@ which all worlds share, gets a seed before each action.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from threading import Lock
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
@@ -63,8 +64,8 @@ class Simulator:
     """The Java process in which the worlds of this process live. It ends with this process."""
 
     def __init__(self) -> None:
-        # It writes a list of its objects where it runs.
-        self._folder = TemporaryDirectory(prefix="treegraft-", ignore_cleanup_errors=True)
+        folder = mkdtemp(prefix="treegraft-")  # Java writes a list of its objects where it runs
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         port, token, self.process = launch_gateway(
             classpath=JAR_PATH,
             javaopts=JAVA_OPTIONS,
@@ -72,7 +73,7 @@ class Simulator:
             java_path=None,  # that of $JAVA_HOME, else of the search path
             create_new_process_group=True,  # Ctrl-C is ours to handle
             enable_auth=True,
-            cwd=self._folder.name,
+            cwd=folder,
             return_proc=True,
         )
         parameters = GatewayParameters(
@@ -94,6 +95,8 @@ class Simulator:
                 raise ToolError("the world cannot do that") from error
             except (Py4JError, OSError) as error:
                 simulator_of.cache_clear()  # the next world starts another process
+                self.process.kill()
+                self.process.stdin.close()
                 raise ToolUnavailable(f"ScienceWorld's Java does not answer: {error}") from error
 
 
