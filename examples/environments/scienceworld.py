@@ -94,9 +94,10 @@ class Simulator:
             except Py4JJavaError as error:
                 raise ToolError("the world cannot do that") from error
             except (Py4JError, OSError) as error:
-                simulator_of.cache_clear()  # the next world starts another process
-                self.process.kill()
-                self.process.stdin.close()
+                if not self.process.stdin.closed:  # the first of its worlds to notice
+                    simulator_of.cache_clear()  # the next world starts another process
+                    self.process.kill()
+                    self.process.stdin.close()
                 raise ToolUnavailable(f"ScienceWorld's Java does not answer: {error}") from error
 
 
