@@ -1,6 +1,6 @@
 """The sign of step credit against exact values, on Sokoban.
 
-    treegraft sft recipes/sokoban.toml run.name=sign
+    treegraft sft sokoban run.name=sign
     python -m benchmarks.credit_sign runs/sign/checkpoints/NAME [--tasks 24] [--rollouts 16]
     python -m benchmarks.credit_sign --table     prints the tables of benchmarks/credit_sign.jsonl
 
@@ -46,6 +46,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from treegraft.examples.environments.sokoban import DIRECTIONS, distances, read_question
 
 from treegraft.assemble import Parts, training_limits
 from treegraft.core.interfaces import Explorer, Retriever
@@ -66,7 +67,6 @@ from treegraft.core.types import (
 )
 from treegraft.explore.budget import Allocation, Budget
 from treegraft.explore.build import build_allocation, build_explorer
-from treegraft.extras.environments.sokoban.tasks import Solver
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
@@ -218,7 +218,7 @@ def direction(after: tuple[float, int], before: tuple[float, int]) -> int:
 # ---------------------------------------------------------------------- moves and their credit
 
 
-def kind_of(solver: Solver, before: int | None, after: int | None) -> str:
+def kind_of(before: int | None, after: int | None) -> str:
     """Returns "right", "wrong", "fatal", or "" on a lost board."""
     if before is None:
         return ""
@@ -227,19 +227,31 @@ def kind_of(solver: Solver, before: int | None, after: int | None) -> str:
     return "right" if after < before else "wrong"
 
 
+def distances_left(task: Task, moves: Sequence[str]) -> list[int | None]:
+    """Returns the fewest moves to a solved board at the start and after each move; None for a lost
+    board. Unknown moves, and those after the end, change nothing."""
+    board, state = read_question(task.question.partition("\n")[0])
+    known = distances(board)
+    found = [known.get(state)]
+    for move in moves:
+        if move in DIRECTIONS and not board.is_solved(state):
+            state = board.moved(state, move)
+        found.append(known.get(state))
+    return found
+
+
 def moves_of(path: Trajectory) -> Iterator[tuple[Step, str]]:
     """Yields the policy's moves on a trajectory with their kinds."""
-    solver = Solver.of(path.task)
     steps = path.steps[1:]
     bodies = [[call.body.strip() for call in step.content.calls] for step in steps]
     flat = [body for one in bodies for body in one]
-    distances = [solver.distance(state) for state in solver.states(flat)]
+    left = distances_left(path.task, flat)
     done = 0
     for step, made in zip(steps, bodies, strict=True):
-        before, after = distances[done], distances[done + len(made)]
+        before, after = left[done], left[done + len(made)]
         done += len(made)
         if len(made) == 1 and step.content.observations and any(step.sampled_mask):
-            yield step, kind_of(solver, before, after)
+            yield step, kind_of(before, after)
 
 
 def node_credit(tree: Tree) -> dict[str, float]:
@@ -421,7 +433,9 @@ def print_table(lines: Sequence[Mapping[str, object]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoint", nargs="?", help="folder of a checkpoint of recipes/sokoban")
+    parser.add_argument(
+        "checkpoint", nargs="?", help="folder of a checkpoint of the recipe sokoban"
+    )
     parser.add_argument("--name", help="the agent's name in the table; default: the folder's")
     parser.add_argument("--tasks", type=int, default=24, help="training boards")
     parser.add_argument("--rollouts", type=int, default=16, help="rollouts for each value")

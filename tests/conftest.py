@@ -66,7 +66,7 @@ LONGEST = (
     "project/test_readme",
     "extras/test_report",
     "view/test_view_browser",
-    "extras/test_scienceworld",
+    "project/test_example_environments",
     "extras/test_study",
     "policy/test_engine",
     "distributed/test_jobs",

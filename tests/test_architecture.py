@@ -21,6 +21,8 @@ SOURCE = ROOT / "src" / "treegraft"
 
 ROOMS = {
     "core": (),
+    # The examples as modules; none of their code is in the package.
+    "examples": ("core",),
     "algo": ("core",),
     "settings": ("core",),
     "explore": ("core", "algo", "settings"),

@@ -527,7 +527,7 @@ def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> 
     """An agent that knows nothing, and a margin below which no D lies: circles alone are cut."""
     config = load_config("sokoban", [f"run.dir={tmp_path}", "run.name=a"], smoke=True)
     tables = config.model_dump(mode="json")
-    tables["tasks"]["sokoban"]["detour_prob"] = 0.5
+    tables["tasks"]["expert_options"] = {"detour_prob": 0.5}
     recipe = write_recipe(tmp_path / "recipe.json", tables)
     sft(tables)
     few = [f"buffer.build.{one}" for one in ("num_samples=1", "num_best=1", "num_tasks=12")]

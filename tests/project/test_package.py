@@ -124,4 +124,14 @@ def test_a_recipe_of_the_repository_leads_to_the_shipped_one(
 
 def test_a_clone_finds_its_own_recipes() -> None:
     assert shipped("recipes").is_dir() and shipped("examples").is_dir()
-    assert set((ROOT / "recipes").rglob("*.toml")) == set(shipped_recipes().values())
+    worlds = set((ROOT / "examples" / "environments").glob("*.toml"))
+    assert set((ROOT / "recipes").rglob("*.toml")) | worlds == set(shipped_recipes().values())
+
+
+@pytest.mark.smoke
+def test_an_example_environment_is_found_without_the_repository(
+    treegraft: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    trained = treegraft("train", "sokoban", "--smoke", "run.name=boards")
+    assert trained.returncode == 0, trained.stderr
+    assert "finished runs/boards" in trained.stdout

@@ -93,7 +93,7 @@ SMALL = {
     r"benchmarks\.fuzz (\S+)$": r"benchmarks.fuzz \1 --inputs 4 --folders 2",
     r"serving\.py (\S+)": r"serving.py \1 tasks_per_update=2 num_leaves=4 warmup.num_steps=2"
     " max_completion_tokens=32 --updates 2 --ways native native-2-ranks",
-    r"(tasks_per_update=4 tasks\.scienceworld).*": r"\1.num_warmup=2 num_eval=2",
+    r"(tasks_per_update=4 tasks\.options).*": r"\1.num_warmup=2 num_eval=2",
     r"^(treegraft (?:train|sft) (?!--resume|recipe\.toml|my_t).*?)(?: --smoke)?$": r"\1 --smoke",
     r"fake_h100\.table --write$": "fake_h100.table --cards 90 --shapes qwen2.5-1.5b",
     r"^(treegraft train recipe\.toml.*)$": r"\1 num_updates=1 tasks_per_update=2 num_eval=4"
@@ -318,7 +318,7 @@ MADE = (
     "treegraft train recipes/demo.toml --smoke run.name=alone",
     "treegraft train recipes/demo.toml --smoke explorers='[\"graft\"]' run.name=grafted",
     "treegraft train recipes/demo.toml --smoke explorers='[\"entropy\"]' run.name=sure",
-    "treegraft train recipes/sokoban.toml --smoke run.name=sign",
+    "treegraft train sokoban --smoke run.name=sign",
     "treegraft buffer build recipes/demo.toml full.sqlite tasks.search_world.detour_prob=0.4 "
     "num_train=8",
     "treegraft buffer prune recipes/demo.toml full.sqlite pruned.sqlite --model runs/alone",

@@ -156,7 +156,8 @@ def load_object(path: str) -> Any:
                 code="import-module-missing",
             ) from error
         raise SettingError(
-            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed.",
+            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed;"
+            f" run: pip install {(error.name or '').partition('.')[0]}",
             code="import-needs-package",
         ) from error
     except Exception as error:

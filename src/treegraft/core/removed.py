@@ -15,6 +15,19 @@ _DRAWS = (
     ' native engine come from engine.kind = "native" alone.'
 )
 
+
+def _world(name: str, called: str) -> dict[str, str]:
+    """The entries of an environment that is an example now."""
+    path = f"treegraft.examples.environments.{name}:{called}"
+    since = f"Since 0.8 {called} is an example:"
+    return {
+        name: f'{since} write tasks.kind = "{path}Tasks" and environment.kind = "{path}", as its'
+        f" recipe '{name}' does.",
+        f"tasks.{name}": f'{since} with tasks.kind = "{path}Tasks" its options are entries of'
+        " tasks.options.",
+    }
+
+
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
     "continuation": _FORCED,
@@ -48,6 +61,10 @@ REMOVED: dict[str, str] = {
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
+    **_world("babyai", "BabyAI"),
+    **_world("scienceworld", "ScienceWorld"),
+    **_world("sokoban", "Sokoban"),
+    **_world("textworld", "TextWorld"),
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting, of a value of one ("publish.kind.memory") or of a table of settings

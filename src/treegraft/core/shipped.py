@@ -23,10 +23,17 @@ def shipped(kind: Literal["recipes", "studies", "examples"]) -> Path:
 
 def by_name(kind: Kind) -> dict[str, Path]:
     """Returns the shipped recipes or studies by name, such as "demo" or
-    "papers/rapo-web-qwen2.5-7b"."""
+    "papers/rapo-web-qwen2.5-7b"; "sokoban" is that of an example environment, which lies beside
+    it."""
     folder = shipped(FOLDERS[kind])
-    found = sorted(folder.glob(_PATTERNS[kind]))
-    return {path.relative_to(folder).as_posix().removesuffix(".toml"): path for path in found}
+    found = {
+        path.relative_to(folder).as_posix().removesuffix(".toml"): path
+        for path in folder.glob(_PATTERNS[kind])
+    }
+    if kind == "recipe":
+        worlds = shipped("examples") / "environments"
+        found |= {path.stem: path for path in worlds.glob("*.toml")}
+    return dict(sorted(found.items()))
 
 
 def names_recipe(text: str) -> bool:

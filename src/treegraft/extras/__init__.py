@@ -13,11 +13,7 @@ BUILT_IN = (
     "treegraft.extras.methods.tree_search",
     "treegraft.extras.browse.plugin",
     "treegraft.extras.data.plugin",
-    "treegraft.extras.environments.babyai.plugin",
     "treegraft.extras.environments.openenv.plugin",
-    "treegraft.extras.environments.scienceworld.plugin",
-    "treegraft.extras.environments.sokoban.plugin",
-    "treegraft.extras.environments.textworld.plugin",
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
     "treegraft.extras.mcp.plugin",
@@ -52,7 +48,7 @@ MOVED = {
     "treegraft.traces.prune_buffer": "treegraft.extras.lab.pruning.work",
     "treegraft.traces.prune": "treegraft.extras.lab.pruning.steps",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
-    "treegraft.tasks.sokoban": "treegraft.extras.environments.sokoban.tasks",
+    "treegraft.tasks.sokoban": "treegraft.examples.environments.sokoban",
     "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",
 }
 """Modules of 0.7 that recipes and pages named, and where they are now; gone with 0.9."""

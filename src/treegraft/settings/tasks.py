@@ -72,6 +72,10 @@ class TasksSettings(Settings):
     dataset: DatasetSettings = setting(DatasetSettings(), idle_unless=when("tasks.kind", "dataset"))
     options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("tasks.kind"))
     """Keyword arguments of a source given by import path."""
+    expert_options: dict[str, Any] = setting(
+        {}, acts="imports", idle_unless=takes_path("tasks.kind"), retrieval_source=True
+    )
+    """Further ones, which change nothing but what its expert does."""
 
 
 class SamplerSettings(Settings):

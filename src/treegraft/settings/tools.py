@@ -60,9 +60,8 @@ class EnvironmentSettings(Settings):
     kind: str = setting("", seam="environment")
     """The environment that each trajectory gets one of: an import path "package.module:Class"
     (TRL's convention: `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a
-    session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), "sokoban",
-    "scienceworld", "babyai" and "textworld" (the games of the tasks of that kind), or empty for
-    none."""
+    session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), or empty
+    for none."""
     options: dict[str, Any] = setting({}, acts="imports")
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""

@@ -25,7 +25,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     """Returns the source of tasks that `settings.kind` names.
 
     A source given by import path is called with seed, num_train, num_eval and the entries
-    of tasks.options.
+    of tasks.options and tasks.expert_options.
 
     Raises:
         SettingError: an unknown kind, an import path to nothing that makes a task source, or
@@ -44,7 +44,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
         seed=seed,
         num_train=settings.num_train,
         num_eval=settings.num_eval,
-        **settings.options,
+        **(settings.options | settings.expert_options),
     )
     return source
 

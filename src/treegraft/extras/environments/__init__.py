@@ -1,1 +1,1 @@
-"""Environments of other packages, and Sokoban."""
+"""Environments of servers and of other packages."""

@@ -1,0 +1,1 @@
+"""Worlds as examples of environments: a file has tasks, what they are played in, and an expert."""

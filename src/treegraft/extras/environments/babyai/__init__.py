@@ -1,1 +1,0 @@
-"""BabyAI: its levels as tasks, and the environment that they are played in."""

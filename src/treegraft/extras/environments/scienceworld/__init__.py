@@ -1,1 +1,0 @@
-"""ScienceWorld: its games as tasks, and the environment that they are played in."""
