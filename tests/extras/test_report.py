@@ -1,10 +1,11 @@
-"""Reports: arithmetic of bands, grouping, what is read of runs and trees, figures' tables by hand,
-escaping, missing data."""
+"""Reports: bands and groups by hand, what is read of runs and studies, figures' tables, the papers'
+figures, foreign text."""
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,39 +14,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.support.viewed import as_lines, grown_tree, write_run
 
 pytest.importorskip(
     "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[reports]'"
 )
 
 from tests.support.error_codes import raises_code
+from tests.support.viewed import write_run
 
-from treegraft.core.types import Tree
-from treegraft.extras.lab.report.bands import accuracy_band, band, paired, spent, student, wilson
-from treegraft.extras.lab.report.command import FIGURES, write_report
-from treegraft.extras.lab.report.curves import cost_curve
-from treegraft.extras.lab.report.figure import Table, number
-from treegraft.extras.lab.report.groups import Group, group, pooled_differences, short, show, vary
-from treegraft.extras.lab.report.hybrid import TreeMeans
-from treegraft.extras.lab.report.page import group_notes, inline
+from treegraft.cli import main as cli
+from treegraft.extras.lab.report.command import (
+    PAPERS,
+    Report,
+    as_csv,
+    costs,
+    report_folder,
+    write_report,
+)
+from treegraft.extras.lab.report.figures import FIGURES, cost_curve
+from treegraft.extras.lab.report.groups import Group, differing, group, notes_on, vary
+from treegraft.extras.lab.report.page import number
 from treegraft.extras.lab.report.records import (
     Record,
     read_records,
     read_run,
+    records_of,
     split_label,
 )
-from treegraft.extras.lab.report.trees import read_updates, spread
 from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_files import write_trees
 from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
-from treegraft.view.runs import RunReader
 
 ACCURACY = "eval/accuracy_sampled"
 CALLS = "rollout/num_tool_calls"
+TOKENS = "rollout/num_sampled_tokens"
 
 
 def record(
@@ -60,18 +62,26 @@ def accuracies(*values: float) -> list[dict[str, float]]:
     return [{"update": 10.0 * n, ACCURACY: value} for n, value in enumerate(values)]
 
 
-def made_run(
-    path: Path,
-    settings: Mapping[str, Any],
-    lines: list[dict[str, Any]],
-    trees: Mapping[int, list[Tree]] | None = None,
-) -> Path:
-    """Writes a run folder with these settings, lines of metrics and trees by update."""
+def made_run(path: Path, settings: Mapping[str, Any], lines: list[dict[str, Any]]) -> Path:
+    """Writes a run folder with these settings and lines of metrics."""
     folder = RunFolder.create(path, json.dumps({"run": {"num_updates": 4}} | dict(settings)))
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for update, grown in (trees or {}).items():
-        write_trees(folder.trees_path(update), grown)
     return path
+
+
+def study_line(method: str, seed: int, end: float, world: str = "w", **settings: Any) -> str:
+    """Returns a line of results with two evaluations."""
+    curve = [
+        {"update": 0, "accuracy": 0.2, CALLS: 0.0},
+        {"update": 10, "accuracy": end, CALLS: 100.0},
+    ]
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    line = {"world": world, "method": method, "seed": seed, "num_eval": 100, "curve": curve}
+    return json.dumps(line | {"settings": named}) + "\n"
+
+
+def reported(paths: list[str], out: Path, **options: Any) -> Report:
+    return write_report(read_records(paths), out, **options)
 
 
 def table(folder: Path, name: str) -> list[dict[str, str]]:
@@ -80,76 +90,41 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# ---------------------------------------------------------------------- bands
-
-
-def test_students_interval_by_hand() -> None:
-    # mean 2, s = 1, n = 3; t(2, 0.975) = 4.3027 (any table), 4.3027 / sqrt(3) = 2.4841.
-    mean, low, high = student([1.0, 2.0, 3.0])
-    assert (mean, low, high) == (
-        pytest.approx(2),
-        pytest.approx(2 - 2.4841, abs=1e-4),
-        pytest.approx(2 + 2.4841, abs=1e-4),
-    )
-    assert student([0.7]) == (0.7, None, None)
-    assert student([0.5, 0.5]) == (0.5, 0.5, 0.5)
-    with pytest.raises(ValueError, match="no values"):
-        student([])
-
-
-def test_wilsons_interval_by_hand() -> None:
-    # 5 of 10: centre 1/2; z = 1.95996; half = z sqrt(1/40 + z²/400) / (1 + z²/10) = 0.2634.
-    assert wilson(0.5, 10) == (pytest.approx(0.2366, abs=1e-4), pytest.approx(0.7634, abs=1e-4))
-    # None of n: from 0 to z² / (n + z²).
-    low, high = wilson(0.0, 20)
-    assert low == 0 and high == pytest.approx(3.8415 / 23.8415, abs=1e-4)
-
-
-@given(st.integers(0, 400), st.integers(1, 400))
-def test_wilsons_interval_holds_its_share_and_mirrors(right: int, num: int) -> None:
-    share = min(right, num) / num
-    low, high = wilson(share, num)
-    assert 0 <= low <= share + 1e-12 and share - 1e-12 <= high <= 1
-    mirrored = wilson(1 - share, num)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == (
-        pytest.approx(low, abs=1e-9),
-        pytest.approx(high, abs=1e-9),
-    )
+# ---------------------------------------------------------------------- groups
 
 
 def test_a_band_goes_as_far_as_all_its_runs() -> None:
     key = "reward/mean"
-    first = record(
-        "a", lines=[{"update": 1.0, key: 0.0}, {"update": 2.0, key: 1.0}, {"update": 3.0, key: 1.0}]
-    )
+    first = record("a", lines=[{"update": float(n), key: float(n > 1)} for n in (1, 2, 3)])
     second = record("b", lines=[{"update": 1.0, key: 1.0}, {"update": 2.0, key: 1.0}])
     never = record("c", lines=[{"update": 1.0, "other": 1.0}])
-    points = band([first, second, never], key)
+    points = Group("g", "", (first, second, never)).band(key)
     assert [(point.x, point.mean, point.num) for point in points] == [(1, 0.5, 2), (2, 1.0, 2)]
     # Two runs: s = 0.7071, t(1) = 12.706, so half = 12.706 * 0.7071 / 1.4142 = 6.353.
-    assert points[0].high == pytest.approx(0.5 + 6.353, abs=1e-3)
+    assert points[0].bounds[1] == pytest.approx(0.5 + 6.353, abs=1e-3)
 
 
 def test_one_run_has_wilsons_band_and_several_have_students() -> None:
     one = record("a", lines=accuracies(0.5), num_eval=10)
-    assert accuracy_band([one], ACCURACY)[0].low == pytest.approx(0.2366, abs=1e-4)
-    assert accuracy_band([record("a", lines=accuracies(0.5))], ACCURACY)[0].low is None
-    two = accuracy_band([one, record("b", lines=accuracies(0.5), num_eval=10)], ACCURACY)[0]
-    assert (two.low, two.high, two.num) == (0.5, 0.5, 2)
+    (alone,) = Group("g", "", (one,)).band(ACCURACY, is_accuracy=True)
+    assert alone.bounds[0] == pytest.approx(0.2366, abs=1e-4)
+    (unknown,) = Group("g", "", (replace(one, num_eval=None),)).band(ACCURACY, is_accuracy=True)
+    assert unknown.interval is None
+    (two,) = Group("g", "", (one, one)).band(ACCURACY, is_accuracy=True)
+    assert (two.interval, two.num) == ((0.5, 0.5), 2)
+    # Ends are cut at 0 and 1.
+    end = Group("g", "", (record("a", lines=accuracies(1.0), num_eval=300),)).final(ACCURACY)
+    assert end is not None and end.bounds[1] == pytest.approx(1.0)
+    assert end.whiskers[1] == 0.0
 
 
 def test_costs_add_up() -> None:
-    lines = [{"update": 0.0}, {"update": 1.0, CALLS: 10.0}, {"update": 2.0, CALLS: 5.0}]
-    assert spent(lines, CALLS) == {0: 0.0, 1: 10.0, 2: 15.0}
-    both = [
-        record(
-            "a", 0, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 10.0, ACCURACY: 0.5}]
-        ),
-        record(
-            "b", 1, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 30.0, ACCURACY: 0.5}]
-        ),
-    ]
-    curve = cost_curve(Group("g", "", tuple(both)), CALLS, ACCURACY)
+    def run(calls: float) -> Record:
+        last = {"update": 1.0, CALLS: calls, ACCURACY: 0.5}
+        return record("a", lines=[{"update": 0.0, ACCURACY: 0.0}, last])
+
+    assert run(10.0).spent(CALLS) == {0: 0.0, 1: 10.0}
+    curve = cost_curve(Group("g", "", (run(10.0), run(30.0))), CALLS, ACCURACY)
     assert [(x, point.mean) for x, point in curve] == [(0.0, 0.0), (20.0, 0.5)]
 
 
@@ -160,7 +135,52 @@ def test_differences_are_paired_by_seed_at_the_last_shared_update() -> None:
         record("d", 0, accuracies(0.3)),
         record("e", 7, accuracies(1.0)),
     ]
-    assert paired(own, base, ACCURACY) == [pytest.approx(0.1), pytest.approx(0.2)]
+    found = Group("own", "", tuple(own)).gains(Group("base", "", tuple(base)), ACCURACY)
+    assert found == [pytest.approx(0.1), pytest.approx(0.2)]
+
+
+def test_runs_with_equal_settings_are_one_group() -> None:
+    base = {"learn.lr": 0.1, "loss.clip_low": 0.2}
+    records = [
+        record(f"demo-seed{n}-20260101-00000{n}", n, settings=base | more)
+        for n, more in enumerate(({}, {}, {"learn.lr": 0.2}))
+    ]
+    found = group(records)
+    # What runs get for a name without one is their recipe's, their seed and the time.
+    assert [(one.label, len(one.records)) for one in found] == [("demo", 2), ("demo (2)", 1)]
+    assert differing(records) == ["learn.lr"] and differing(records[:2]) == []
+
+
+def test_a_label_pools_and_says_so() -> None:
+    records = [
+        record("a", 0, label="mine", settings={"model.path": "x"}),
+        record("b", 0, label="mine", settings={}, notes=["stopped at update 1 of 2"]),
+    ]
+    (one,) = group(records)
+    assert one.label == "mine"
+    first, second, third = notes_on([one])
+    assert "differ in model.path" in first and "seed 0 comes more than once" in second
+    assert third == "b: stopped at update 1 of 2."
+
+
+def test_sets_that_differ_in_one_thing_alone() -> None:
+    def one(label: str, *settings: dict[str, Any]) -> Group:
+        return Group(label, "", tuple(record(label, settings=each) for each in settings))
+
+    groups = [
+        one("a", {"p": 0.0, "q": 1}),
+        one("b", {"p": 0.5, "q": 1}),
+        one("c", {"p": 1.0, "q": 2}),
+        one("d", {"p": 1.0, "q": 1}),
+        one("e", {"q": 1}),
+    ]
+    assert [[g.label for g in found] for found in vary(groups, "p")] == [["a", "b", "d"]]
+    warmed = [
+        one(label, {"p": p, "model.path": "x"}, {"p": p, "model.path": "y"})
+        for label, p in (("a", 0.0), ("b", 1.0))
+    ]
+    assert [[g.label for g in found] for found in vary(warmed, "p")] == [["a", "b"]]
+    assert vary(warmed, "model.path") == []
 
 
 # ---------------------------------------------------------------------- reading
@@ -185,17 +205,15 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"update": 2, "rewa')
     found = read_run(path)
-    assert [line["update"] for line in found.lines] == [
-        0,
-        1,
-    ] and found.state == "running at update 1 of 4"
+    assert [line["update"] for line in found.lines] == [0, 1]
+    assert "running at update 1 of 4" in found.notes
 
 
 def test_calls_of_a_run_include_those_that_an_environment_repeats(tmp_path: Path) -> None:
     lines = [{"update": 1, CALLS: 5, "environment/num_replayed_calls": 4}, {"update": 2, CALLS: 7}]
     path = made_run(tmp_path / "own", {"run": {"num_updates": 10, "max_calls": 16}}, lines)
     found = read_run(path)
-    assert [line[CALLS] for line in found.lines] == [9, 7] and found.state == "finished"
+    assert [line[CALLS] for line in found.lines] == [9, 7] and not found.notes
 
 
 def test_settings_are_flat() -> None:
@@ -226,48 +244,31 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        '{"method": "a"}',
-        '{"method": "a", "curve": [{"update": 0}]}',
-        '{"method":1,"curve":{}}',
-    ],
+    "curve",
+    ["{}", "[]", '[{"update": 0}]', '[{"update": "x", "accuracy": 0.5}]'],
 )
-def test_a_damaged_study_names_its_line(tmp_path: Path, line: str) -> None:
+def test_a_damaged_study_is_refused(tmp_path: Path, curve: str) -> None:
     study = tmp_path / "study.jsonl"
-    whole = '{"method": "a\u2028b", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}'
-    study.write_text(f"{whole}\n{line}\n", encoding="utf-8")
-    if line == '{"method":1,"curve":{}}':
-        # A curve without a point is a run that was never evaluated.
-        assert len(read_records([str(study)])) == 2
-    else:
-        with raises_code("study-line-invalid"):
-            read_records([str(study)])
+    line = f'{{"world": "w", "method": "b", "seed": 0, "curve": {curve}}}\n'
+    study.write_text(study_line("a\u2028b", 0, 0.5) + line, encoding="utf-8")
+    with raises_code("study-line-invalid"):
+        read_records([str(study)])
+    study.write_text(study_line("a\u2028b", 0, 0.5), encoding="utf-8")
+    assert len(read_records([str(study)])) == 1
+    study.write_text("")
+    with raises_code("study-empty"):
+        read_records([str(study)])
 
 
-def test_a_studys_costs_are_sums_so_far(tmp_path: Path) -> None:
-    study = tmp_path / "study.jsonl"
-    points = [
-        {"update": 0, "accuracy": 0.1, CALLS: 0.0},
-        {"update": 5, "accuracy": 0.2, CALLS: 50.0},
-        {"update": 10, "accuracy": 0.4, CALLS: 90.0},
+def test_a_studys_costs_are_sums_so_far_and_its_updates_take_their_place() -> None:
+    curve = [
+        {"update": n, "accuracy": n / 20, CALLS: calls, TOKENS: 10.0 * n}
+        for n, calls in ((0, 0.0), (5, 50.0), (10, 90.0))
     ]
-    study.write_text(
-        json.dumps(
-            {
-                "world": "w",
-                "method": "m",
-                "seed": 3,
-                "num_eval": 40,
-                "settings": {"a.b": 1},
-                "curve": points,
-            }
-        )
-    )
-    (found,) = read_records([str(study)])
-    assert [line.get(CALLS) for line in found.lines] == [0.0, 50.0, 40.0]
+    line = {"world": "w", "method": "m", "seed": 3, "num_eval": 40, "settings": {"a.b": 1}}
+    (found,) = records_of([{**line, "curve": curve}])
+    assert found.values(CALLS) == {0: 0.0, 5: 50.0, 10: 40.0}
+    assert found.values(ACCURACY) == {0: 0.0, 5: 0.25, 10: 0.5}
     assert (found.label, found.world, found.seed, found.num_eval, found.settings) == (
         "m",
         "w",
@@ -275,186 +276,20 @@ def test_a_studys_costs_are_sums_so_far(tmp_path: Path) -> None:
         40,
         {"a.b": 1},
     )
-    assert read_records([f"other={study}"])[0].label == "other"
-
-
-# ---------------------------------------------------------------------- groups
-
-
-def test_seeds_are_one_group_and_settings_name_the_others() -> None:
-    base = {"learn.lr": 0.1, "explore.explorers": ["independent"], "loss.clip_low": 0.2}
-    records = [
-        record(f"r{n}", n % 2, settings=base | more)
-        for n, more in enumerate(({}, {}, {"learn.lr": 0.2}, {"loss.clip_low": None}))
-    ]
-    found = group(records)
-    assert [(one.label, len(one.records)) for one in found] == [("r", 2), ("r2", 1), ("r3", 1)]
-    # Runs that were not named have names that differ in seed and time alone.
-    unnamed = [replace(one, name=f"demo-seed0-20260101-00000{n}") for n, one in enumerate(records)]
-    found = group(unnamed)
-    assert [(one.label, len(one.records)) for one in found] == [
-        ("common settings", 2),
-        ("lr = 0.2", 1),
-        ("clip_low = none", 1),
-    ]
-    both = base | {"explore.explorers": ["entropy", "graft"]}
-    two = [record("a", settings=base), record("b", settings=both)]
-    assert [one.label for one in group(two)] == ["a", "b"]
-    two = [replace(one, name="a") for one in two]
-    assert [one.label for one in group(two)] == [
-        "explorers = independent",
-        "explorers = entropy + graft",
-    ]
-    assert [one.label for one in group(records[:1])] == ["r0"]
-    assert [one.label for one in group(records[:2])] == ["r"]
-    seeds = [record(f"rapo-seed{n}", n, settings=base) for n in (1, 2)]
-    assert [one.label for one in group(seeds)] == ["rapo"]
-    assert [one.label for one in group([replace(seeds[0], name=n) for n in "xy"])] == [
-        "equal settings"
-    ]
-
-
-def test_other_tasks_are_other_panels_but_the_expert_is_not() -> None:
-    name = "tasks.search_world.hops"
-    records = [record("a", settings={name: [1, 2]}), record("b", settings={name: [3]})]
-    assert [(one.panel, one.label) for one in group(records)] == [
-        ("hops = 1 + 2", "a"),
-        ("hops = 3", "b"),
-    ]
-    flawed = "tasks.search_world.error_prob"
-    records = [record("a", settings={flawed: 0.0}), record("b", settings={flawed: 0.3})]
-    assert [(one.panel, one.label) for one in group(records)] == [
-        ("", "a"),
-        ("", "b"),
-    ]
-    alike = [replace(one, name="run") for one in records]
-    assert [one.label for one in group(alike)] == ["error_prob = 0", "error_prob = 0.3"]
-
-
-def test_a_label_pools_and_says_so() -> None:
-    records = [
-        record("a", 0, label="mine", settings={"model.path": "x"}),
-        record("b", 0, label="mine", settings={"model.path": "y"}),
-    ]
-    (one,) = group(records)
-    assert one.label == "mine" and pooled_differences(one) == ["model.path"]
-    notes = group_notes([one])
-    assert any("differ in model.path" in note for note in notes) and any(
-        "seed 0 comes more than once" in note for note in notes
-    )
-
-
-def test_names_and_values_in_labels() -> None:
-    assert short("learn.lr", ["learn.lr", "loss.clip"]) == "lr"
-    assert short("learn.lr", ["learn.lr", "warmup.lr"]) == "learn.lr"
-    assert [show(value) for value in (True, 0.25, ["a", "b"], None, "/x/y.sqlite", "expert")] == [
-        "yes",
-        "0.25",
-        "a + b",
-        "none",
-        "y.sqlite",
-        "expert",
-    ]
-    long = group([record("n", settings={"a": n * 80}) for n in "xy"])
-    assert all(len(one.label) <= 60 for one in long)
-    assert [len(one.label) for one in group([record("n" * 80)])] == [60]
-    alike = group([record("n", settings={"a": "x" * 80 + n}) for n in "xy"])
-    assert len({one.label for one in alike}) == 2
-
-
-def test_sets_that_differ_in_one_thing_alone() -> None:
-    def one(label: str, **settings: Any) -> Group:
-        return Group(
-            label,
-            "",
-            (
-                record(
-                    label,
-                    settings={name.replace("__", "."): value for name, value in settings.items()},
-                ),
-            ),
-        )
-
-    groups = [
-        one("a", p=0.0, q=1),
-        one("b", p=0.5, q=1),
-        one("c", p=1.0, q=2),
-        one("d", p=1.0, q=1),
-        one("e", q=1),
-    ]
-    assert [[g.label for g in found] for found in vary(groups, ("p",))] == [["a", "b", "d"]]
-    warmed = [
-        Group(
-            label,
-            "",
-            tuple(
-                record(f"{label}{n}", n, settings={"p": p, "model.path": f"warmup-{n}"})
-                for n in range(2)
-            ),
-        )
-        for label, p in (("a", 0.0), ("b", 1.0))
-    ]
-    assert [[g.label for g in found] for found in vary(warmed, ("p",))] == [["a", "b"]]
-    assert vary(warmed, ("model.path",)) == []
-
-
-# ---------------------------------------------------------------------- trees
-
-
-def test_trajectories_of_a_tree_by_hand(tmp_path: Path) -> None:
-    path = made_run(tmp_path / "run", {}, [], {3: [grown_tree(3, "t/1", note="hm")]})
-    notes: list[str] = []
-    ((update, tree),) = read_updates(RunReader(path), notes)
-    means = TreeMeans()
-    means.add(update, tree)
-    # Paths: ssstt rrrr ss; ssstt sss; ssstt sstt s; ssssssss. The graft's call is not the policy's.
-    assert means.values == {
-        ("reward", "hybrid"): {3: [1.0]},
-        ("num_sampled", "hybrid"): {3: [5]},
-        ("num_calls", "hybrid"): {3: [1]},
-        ("reward", "on-policy"): {3: [0.0, 0.0, 0.0]},
-        ("num_sampled", "on-policy"): {3: [6, 6, 8]},
-        ("num_calls", "on-policy"): {3: [1, 2, 0]},
-        ("reward, hybrid less on-policy of the same tree", "gap"): {3: [1.0]},
-    }
-    assert means.has_hybrid and not notes
-
-
-def test_damaged_trees_are_left_out_and_said(tmp_path: Path) -> None:
-    path = made_run(tmp_path / "run", {}, [], {1: [grown_tree(1, "t/1")]})
-    with as_lines(path).open("a") as file:
-        file.write('{"group_id":"1/t/2"}\nnonsense\n')
-    notes: list[str] = []
-    assert len(list(read_updates(RunReader(path), notes))) == 1
-    assert notes == ["run: update-000001 has 2 lines that are no tree; they were left out"]
-
-
-@given(st.integers(0, 3000), st.integers(1, 40))
-def test_updates_are_looked_at_evenly(total: int, most: int) -> None:
-    found = spread(total, most)
-    assert (
-        len(found) == min(total, most)
-        and found == sorted(set(found))
-        and all(0 <= n < total for n in found)
-    )
-    assert not found or (found[-1] == total - 1 and (most == 1 < total or found[0] == 0))
-
-
-def test_numbers_as_they_are_shown() -> None:
-    assert [number(n) for n in (None, 3.0, 12345.6, 0.12345, 1234567)] == [
-        "-",
-        "3",
-        "12,346",
-        "0.1235",
-        "1,234,567",
-    ]
-
-
-def test_tables_hold_no_formulas() -> None:
-    assert Table(("a", "b"), [("=1+1", None), ("-x", 2.5)]).as_csv() == "a,b\n'=1+1,\n'-x,2.5\n"
+    updates = {"update": [1, 2], CALLS: [4, 5], "learn/entropy": [0.5, None]}
+    (found,) = records_of([{**line, "curve": curve, "updates": updates}], "other")
+    assert found.label == "other" and found.values(CALLS) == {1: 4.0, 2: 5.0}
+    assert found.values("learn/entropy") == {1: 0.5}
+    assert found.values(TOKENS) == {0: 0.0, 5: 50.0, 10: 50.0}
 
 
 # ---------------------------------------------------------------------- whole reports
+
+
+def test_numbers_as_they_are_shown() -> None:
+    shown = [number(n) for n in (3.0, 12345.6, 0.12345, 1234567, float("nan"))]
+    assert shown == ["3", "12,346", "0.1235", "1,234,567", "nan"]
+    assert as_csv(("a", "b"), [("=1+1", None), ("-x", 2.5)]) == "a,b\n'=1+1,\n'-x,2.5\n"
 
 
 def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
@@ -478,16 +313,14 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         }
         return [first, second, third]
 
-    grown = {1: [grown_tree(1, "t/1")], 2: [grown_tree(2, "t/1")]}
     runs = [
-        made_run(tmp_path / f"a{n}", {"run": {"seed": n, "num_updates": 2}}, lines(0.2 * n), grown)
+        made_run(tmp_path / f"a{n}", {"run": {"seed": n, "num_updates": 2}}, lines(0.2 * n))
         for n in range(2)
     ]
     other = {"run": {"seed": 0, "num_updates": 2}, "explore": {"explorers": ["graft"]}}
     runs.append(made_run(tmp_path / "b0", other, lines(0.0)))
-    written = write_report(
-        [f"A={runs[0]}", f"A={runs[1]}", f"B={runs[2]}"], out=tmp_path / "out", baseline="B"
-    )
+    paths = [f"A={runs[0]}", f"A={runs[1]}", f"B={runs[2]}"]
+    written = reported(paths, tmp_path / "out", baseline="B")
     assert written.page == tmp_path / "out" / "report.html" and set(written.figures) <= set(FIGURES)
 
     rows = table(tmp_path / "out", "training-dynamics")
@@ -523,112 +356,58 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
     # What is not the same in all runs, by group; seeds and names are not settings of a method.
     assert "<tr><td>explore.explorers</td><td>-</td><td>graft</td></tr>" in page
     assert "run.seed</td>" not in page
-
-    hybrid = [
-        row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"
-    ]
-    # Of each tree one hybrid leaf with reward 1 and 5 sampled tokens; three others with reward 0
-    # and 6, 6, 8 tokens.
-    assert {(row["measure"], row["kind"]): float(row["mean"]) for row in hybrid} == {
-        ("reward, hybrid less on-policy of the same tree", "gap"): 1.0,
-        ("reward", "hybrid"): 1.0,
-        ("reward", "on-policy"): 0.0,
-        ("num_sampled", "hybrid"): 5.0,
-        ("num_sampled", "on-policy"): pytest.approx(20 / 3),
-        ("num_calls", "hybrid"): 1.0,
-        ("num_calls", "on-policy"): 1.0,
-    }
-    assert written.left_out == (
-        "no diversity: no run has recorded diversity.",
-        "no sweep: no two groups differ in one numeric setting, or in the off-policy source,"
-        " alone.",
-    )
+    assert written.left_out == ("no sweep: no two groups differ in one numeric setting alone.",)
 
 
 def test_a_report_lies_in_the_run_and_is_the_same_twice(tmp_path: Path) -> None:
     run = write_run(tmp_path / "first")
-    first = write_report([str(run)])
-    assert first.page == run / "report.html"
-    files = {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {
-        "page": first.page.read_bytes()
-    }
-    assert len(files) == 3 * len(first.figures) + 1
-    write_report([str(run)])
-    assert files == {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {
-        "page": first.page.read_bytes()
-    }
-    assert any("first stopped at" in note or "first running at" in note for note in first.notes)
+
+    def made() -> dict[str, bytes]:
+        written = reported([str(run)], report_folder([str(run)], None))
+        assert written.page == run / "report.html"
+        assert any("first: stopped at" in n or "first: running at" in n for n in written.notes)
+        files = [written.page, *(run / "figures").iterdir()]
+        assert len(files) == 3 * len(written.figures) + 1
+        return {path.name: path.read_bytes() for path in files}
+
+    assert made() == made()
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "first")
     out = tmp_path / "out"
-    write_report([str(run)], out=out)
-    own = out / "figures" / "mine.svg"
-    own.write_text("mine")
+    run = str(write_run(tmp_path / "first"))
+    reported([run], out)
+    (out / "figures" / "mine.svg").write_text("mine")
     bare = made_run(tmp_path / "bare", {}, [{"update": 1, "reward/mean": 1.0}])
-    written = write_report([str(bare)], out=out)
-    assert {path.stem for path in (out / "figures").iterdir()} == {*written.figures, "mine"}
-    only = write_report([str(run)], out=out, only=["final-accuracy"])
-    assert (
-        only.figures == ("final-accuracy",) and (out / "figures" / "training-dynamics.svg").exists()
-    )
-
-
-def test_what_the_data_cannot_give_is_left_out_with_a_line(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}])
-    written = write_report([str(run)])
+    written = reported([str(bare)], out)
     assert written.figures == ("training-dynamics",)
     left_out = [line.partition(":")[0].removeprefix("no ") for line in written.left_out]
     assert left_out == list(FIGURES)[1:]
-    assert any("No held-out accuracy" in note for note in written.notes)
+    assert {path.stem for path in (out / "figures").iterdir()} == {*written.figures, "mine"}
     page = written.page.read_text()
-    assert page.count("<svg") == 1 and "no run was evaluated" in page
-
-
-def test_runs_without_metrics_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", {}, [])
-    with raises_code("no-metrics-yet", match="recorded no metrics yet"):
-        write_report([str(run)])
-    assert not (run / "report.html").exists() and not (run / "figures").exists()
+    assert page.count("<img") == 1 and "no run was evaluated" in page
+    assert "not recorded: learn/entropy" in page
+    only = reported([run], out, only=["final-accuracy"])
+    assert only.figures == ("final-accuracy",)
+    assert (out / "figures" / "training-dynamics.svg").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}])
+    run = str(made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}]))
+    out = tmp_path / "out"
     with raises_code("unknown-group"):
-        write_report([str(run)], baseline="runn")
+        reported([run], out, baseline="runn")
     with raises_code("unknown-figure"):
-        write_report([str(run)], only=["final-acuracy"])
-    (tmp_path / "file").write_text("")
-    with raises_code("report-folder-taken"):
-        write_report([str(run)], out=tmp_path / "file")
+        reported([run], out, only=["final-acuracy"])
+    with raises_code("no-metrics-yet", match="recorded no metrics yet"):
+        reported([str(made_run(tmp_path / "quiet", {}, []))], out)
+    assert not out.exists()
     study = tmp_path / "study.jsonl"
-    study.write_text('{"method": "a", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}\n')
+    study.write_text(study_line("a", 0, 0.5))
+    with raises_code("report-folder-taken"):
+        report_folder([run], study)
     with raises_code("report-without-folder"):
-        write_report([str(study)])
-
-
-def study_line(method: str, seed: int, end: float, world: str = "w", **settings: Any) -> str:
-    curve = [
-        {"update": 0, "accuracy": 0.2, CALLS: 0.0},
-        {"update": 10, "accuracy": end, CALLS: 100.0},
-    ]
-    named = {"explore.explorers": ["graft"]} | {
-        name.replace("__", "."): value for name, value in settings.items()
-    }
-    return (
-        json.dumps(
-            {
-                "world": world,
-                "method": method,
-                "seed": seed,
-                "num_eval": 100,
-                "settings": named,
-                "curve": curve,
-            }
-        )
-        + "\n"
-    )
+        report_folder([str(study)], None)
 
 
 def test_sweeps_of_a_study(tmp_path: Path) -> None:
@@ -647,7 +426,7 @@ def test_sweeps_of_a_study(tmp_path: Path) -> None:
     lines += [study_line("flag", 0, 0.1, **{"buffer__random_prob": True, error: 0.0})]
     lines += [study_line("both", 0, 0.1, **{"buffer__random_prob": 0.5, error: 0.3})]
     (tmp_path / "study.jsonl").write_text("".join(lines))
-    written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out", baseline="near")
+    written = reported([str(tmp_path / "study.jsonl")], tmp_path / "out", baseline="near")
     assert {"sweep", "final-accuracy"} <= set(written.figures)
     rows = table(tmp_path / "out", "sweep")
     found: dict[str, list[tuple[str, str, float]]] = {}
@@ -671,45 +450,36 @@ def test_sweeps_of_a_study(tmp_path: Path) -> None:
     )
 
 
-def test_a_sweep_of_the_off_policy_source(tmp_path: Path) -> None:
-    """Runs that retrieve from another file, or from an expert with two flaws, and are otherwise
-    equal."""
-    error, detour = "tasks.search_world.error_prob", "tasks.search_world.detour_prob"
-    flawless = {"buffer__path": "expert", error: 0.0, detour: 0.0}
-    lines = [study_line("a", 0, 0.8, **flawless)]
-    lines += [study_line("b", 0, 0.6, **flawless | {error: 0.3, detour: 0.4})]
-    lines += [study_line("c", 0, 0.7, **flawless | {"buffer__path": "own.sqlite"})]
-    (tmp_path / "study.jsonl").write_text("".join(lines))
-    write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
-    found = {
-        (row["setting"], row["value"]): float(row["mean"])
-        for row in table(tmp_path / "out", "sweep")
-    }
-    assert found == {
-        ("off-policy source", "expert"): 0.8,
-        ("off-policy source", "expert, detour_prob 0.4, error_prob 0.3"): 0.6,
-        ("off-policy source", "own.sqlite"): 0.7,
-    }
+# ---------------------------------------------------------------------- the papers' figures
 
 
-def test_shares_of_0_and_1_are_drawn(tmp_path: Path) -> None:
-    """Rounding puts Wilson's bounds of 0 and of 1 a little beyond them."""
-    lines = [study_line(name, 0, end, p=p) for name, end, p in (("a", 0.0, 0.1), ("b", 1.0, 0.2))]
-    (tmp_path / "study.jsonl").write_text(
-        "".join(lines).replace('"num_eval": 100', '"num_eval": 300')
-    )
-    written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
-    assert {"final-accuracy", "sweep"} <= set(written.figures)
+def paper_line(method: str, seed: int, seconds: float, calls: int) -> dict[str, Any]:
+    """A run of two updates."""
+    spent = [{"update": n, "accuracy": 0.5, CALLS: calls * n, TOKENS: 10.0 * n} for n in (0, 2)]
+    updates = {"update": [1, 2], CALLS: [calls, calls], "time/rollout_s": [seconds, 3 * seconds]}
+    return {"method": method, "seed": seed, "world": "w", "curve": spent, "updates": updates}
 
 
-def test_many_groups_are_drawn_as_far_as_they_can_be_told_apart(tmp_path: Path) -> None:
-    lines = [study_line(f"m{n}", seed, 0.5) for n in range(9) for seed in range(3 if n > 4 else 2)]
-    (tmp_path / "study.jsonl").write_text("".join(lines))
-    written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
-    assert any("For want of room no curve in panel w of: m3, m4" in note for note in written.notes)
-    assert {row["group"] for row in table(tmp_path / "out", "training-dynamics")} == {
-        f"m{n}" for n in range(9)
-    }
+LINES = [
+    paper_line("RAPO", 0, 3.0, 6),
+    paper_line("GRPO", 0, 1.0, 4),
+    paper_line("GRPO", 1, 2.0, 4),
+]
+
+
+def test_costs_of_an_update_beside_the_baseline_s() -> None:
+    """GRPO: (1 + 3) / 2 and (2 + 6) / 2 seconds, mean 3; RAPO 6. Tokens: 20 over two updates."""
+    heads, grpo, rapo = costs(LINES, "GRPO")
+    assert heads == ["arm", "rollout s", "learning s", "CPU s", "calls", "tokens"]
+    assert grpo == ["GRPO", "3 (1.00 x)", "", "", "4 (1.00 x)", "10 (1.00 x)"]
+    assert rapo == ["RAPO", "6 (2.00 x)", "", "", "6 (1.50 x)", "10 (1.00 x)"]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_figures_are_drawn(tmp_path: Path, name: str) -> None:
+    lines = [line | {"settings": {"a": place}} for place, line in enumerate(LINES[:2])]
+    drawn = PAPERS[name].drawn
+    assert write_report(records_of(lines), tmp_path, only=[drawn]).figures == (drawn,)
 
 
 # ---------------------------------------------------------------------- foreign text
@@ -744,72 +514,81 @@ class Tags(HTMLParser):
 
 
 def write_hostile(tmp_path: Path) -> list[str]:
-    """Returns what to report on: a study and run folders whose names, settings, tasks and steps are
-    hostile."""
+    """Returns what to report on: a study and run folders whose names and settings are hostile."""
     texts = [" ".join(HOSTILE[n::3]) for n in range(3)]
-    lines = [
-        study_line(text, seed, 0.5, world=texts[0], buffer__path=text)
-        for text in texts
-        for seed in range(2)
-    ]
+    lines = []
+    for text in texts:
+        lines += [study_line(text, seed, 0.5, texts[0], buffer__path=text) for seed in range(2)]
     (tmp_path / "study.jsonl").write_text("".join(lines), encoding="utf-8")
     paths = [str(tmp_path / "study.jsonl")]
     for n, text in enumerate(texts):
-        tree = grown_tree(1, "t/1", question=text, answer=text, note=text)
-        tree = replace(tree, task=replace(tree.task, id=text))
         name = f"run{n}" + "".join(c for c in text if c not in "/\x00\ud800")[:60]
-        settings = {
-            "buffer": {"path": text},
-            "tasks": {"kind": texts[1]},
-            "explore": {"explorers": ["graft", text]},
-        }
-        lines_of = [
-            {
-                "update": 1,
-                "reward/mean": 0.5,
-                ACCURACY: 0.5,
-                CALLS: 3,
-                text: 1.0,
-                "learn/loss": "nan",
-            }
-        ]
-        paths.append(str(made_run(tmp_path / name, settings, lines_of, {1: [tree] * 20})))
+        settings = {"buffer": {"path": text}, "explore": {"explorers": ["graft", text]}}
+        first = {"update": 1, "reward/mean": 0.5, ACCURACY: 0.5, CALLS: 3, text: 1.0}
+        paths.append(str(made_run(tmp_path / name, settings, [first | {"learn/loss": "nan"}])))
     return paths
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
-    written = write_report(
-        write_hostile(tmp_path), out=tmp_path / "out", baseline=" ".join(HOSTILE[::3])
-    )
-    assert {"final-accuracy", "on-policy-against-hybrid"} <= set(written.figures)
+    out = tmp_path / "out"
+    written = reported(write_hostile(tmp_path), out, baseline=" ".join(HOSTILE[::3]))
+    assert "final-accuracy" in written.figures
     page = written.page.read_text(encoding="utf-8")
     tags = Tags()
     tags.feed(page)
-    assert (
-        not {"script", "img", "iframe", "object", "embed", "base", "form", "link"} & tags.tags
-        and tags.handlers == []
-    )
-    assert all(link.startswith(("#", "figures/", "data:image/png;base64,")) for link in tags.links)
+    assert not {"script", "iframe", "object", "embed", "base", "form", "link"} & tags.tags
+    assert tags.handlers == []
+    own = ("#", "figures/", "data:image/svg+xml;base64,")
+    assert all(link.startswith(own) for link in tags.links)
     assert "Content-Security-Policy" in page and "&lt;script&gt;window.hacked=1" in page
-    for figure in (tmp_path / "out" / "figures").glob("*.svg"):
-        names = {
-            element.tag.rpartition("}")[2]
-            for element in ElementTree.parse(figure).iter()
-            if isinstance(element.tag, str)
-        }
+    for figure in (out / "figures").glob("*.svg"):
+        elements = [one.tag for one in ElementTree.parse(figure).iter() if isinstance(one.tag, str)]
+        names = {tag.rpartition("}")[2] for tag in elements}
         assert not {"script", "foreignObject", "a"} & names, figure.name
 
 
-def test_a_figures_ids_are_its_own_in_the_page() -> None:
-    svg = (
-        '<?xml version="1.0"?><svg xmlns="x"><path id="p1"/><use xlink:href="#p1"/><g'
-        ' clip-path="url(#c)" href="#c"/></svg>'
-    )
-    found = inline(svg, "one", 'a "title"')
-    assert (
-        'id="one-p1"' in found
-        and 'xlink:href="#one-p1"' in found
-        and "url(#one-c)" in found
-        and ' href="#one-c"' in found
-    )
-    assert found.startswith('<svg role="img" aria-label="a &quot;title&quot;"')
+# ---------------------------------------------------------------------- the command
+
+
+def treegraft(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Runs the command line in this process; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["treegraft", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+def test_the_command_says_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--only", "final-accuracy", "--only", "sweep", "--out", out]
+    assert treegraft(monkeypatch, "report", write_run(tmp_path / "first"), *options) == 0
+    said = capsys.readouterr().out
+    assert f"{out / 'report.html'}: 1 figures (final-accuracy)" in said
+    assert "no sweep: no two groups differ in one numeric setting" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("nowhere", 3), ("empty", 3), ("quiet", 2), ("damaged", 2)]
+)
+def test_exit_codes(
+    what: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    made_run(tmp_path / "quiet", {}, [])
+    (tmp_path / "damaged").write_text("no study\n")
+    assert treegraft(monkeypatch, "report", tmp_path / what, "--out", tmp_path / "out") == code
+    assert "error: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert treegraft(monkeypatch, "report", write_run(tmp_path / "first")) == 2
+    assert "pip install 'treegraft[reports]'" in " ".join(capsys.readouterr().err.split())

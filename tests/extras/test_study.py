@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -11,41 +10,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support import forked
 from tests.support.error_codes import raises_code
 
 from treegraft.cli import main as cli
 from treegraft.core.types import StepContent, ToolCall, Trace
-from treegraft.extras.lab.report.records import read_study as read_study_lines
 from treegraft.extras.lab.study.controls import shuffled, swapped
 from treegraft.extras.lab.study.file import read_study
-from treegraft.extras.lab.study.markdown import brief, markdown
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import (
     CALLS,
     REPLAYED,
     SECONDS,
-    SHOWN,
     add_results,
-    changes,
     curve,
-    failed_runs,
     known_runs,
     mixed_pairs,
     read_results,
     repair,
 )
 from treegraft.extras.lab.study.runner import commit_of, locked, run_study
-from treegraft.extras.lab.study.tables import Question, Runs, as_data, rows
+from treegraft.extras.lab.study.tables import Question, Runs, markdown, rows
 from treegraft.extras.lab.study.tables import tests as primary_tests
-from treegraft.extras.lab.study.work import _Sittings, carry_out
+from treegraft.extras.lab.study.work import carry_out
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 
@@ -122,7 +114,6 @@ def test_a_later_default_does_not_make_runs_others(tmp_path: Path) -> None:
         ("arms.x.bufer = 'raw'", "unknown-setting"),
         ("par = 3", "unknown-setting"),
         ("arms.x.buffer = 'rwa'", "study-invalid"),
-        ("arms.x.worlds = ['perfekt']", "study-invalid"),
         ("arms.x.base = 'x'", "study-invalid"),
         ("arms.x.command = 'trian'", "study-invalid"),
         ("pairs = 0", "study-invalid"),
@@ -174,16 +165,16 @@ def test_only_names_what_is_there(tmp_path: Path) -> None:
 
 
 def test_costs_add_up_to_each_evaluation() -> None:
-    """Update 1 is not evaluated; a graft is shown and not executed, a replayed call is both."""
+    """Update 1 is not evaluated; a replayed call counts as executed."""
     lines = [
         {"update": 0, "eval/accuracy_sampled": 0.25, "eval/accuracy": 0.5},
-        {"update": 1, CALLS: 10.0, SECONDS: 1.0, "graft/num_grafts": 3.0},
+        {"update": 1, CALLS: 10.0, SECONDS: 1.0},
         {"update": 2, CALLS: 5.0, SECONDS: 2.0, "eval/accuracy": 0.75, REPLAYED: 4.0},
     ]
     first, second = curve(lines)
     assert first["accuracy"] == 0.25 and first["eval/accuracy"] == 0.5 and first[CALLS] == 0
     assert second["accuracy"] == 0.75 and second["update"] == 2
-    assert (second[CALLS], second[SHOWN], second[SECONDS]) == (19, 22, 3)
+    assert (second[CALLS], second[SECONDS]) == (19, 3)
     with raises_code("no-evaluation"):
         curve(lines[1:2])
 
@@ -266,43 +257,6 @@ def test_a_change_anywhere_in_the_package_is_a_dirty_commit(tmp_path: Path) -> N
     assert commit_of(other) == {"commit": None, "is_dirty": None}
 
 
-def test_an_interrupted_job_costs_the_sum_of_its_parts(tmp_path: Path) -> None:
-    """2 s on a machine half as fast as now, then 3 s; a kill loses what came after the last step
-    of progress."""
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"cpu_s": 2.0, "calls": 5, "calibration_s": 1.0}))
-    part = _Sittings(path)
-    now = part.total["calibration_s"]
-    part.now = lambda: {"cpu_s": 3.0, "calls": 7}
-    assert part.total["calls"] == 12 and part.total["cpu_s"] == pytest.approx(2 * now + 3)
-    part.phase("buffer", 1, 2)
-    assert json.loads(path.read_text()) == part.total
-    part.forget()
-    assert part.total["cpu_s"] == 3 and not path.exists()
-
-
-def test_a_default_that_has_changed_is_named(tmp_path: Path) -> None:
-    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
-    run = runs[0]
-    # As a version with another default, and another default of a setting that the study names.
-    old = {**run.defaults, "loss.clip_low": 0.5, "run.num_updates": 7}
-    # Without the tool it has no effect.
-    old |= {"tools.python.backend": "monty"}
-    add_results(path, [replace(run, defaults=old)], {"curve": [{"update": 0, "accuracy": 0.5}]})
-    add_results(path, [runs[1]], {"curve": [{"update": 0, "accuracy": 0.5}]})
-    repair(path, runs)
-    known, num_others = known_runs(path, runs)
-    now = run.defaults["loss.clip_low"]
-    # GRPO's line stands for its equal in the other world.
-    assert len(known) == 3 and num_others == 0 and not known[runs[1].key]["changed"]
-    assert known[run.key]["changed"] == {"loss.clip_low": [0.5, now]}
-    (said,) = changes(known.values())
-    assert said == f"loss.clip_low was 0.5 in 2 runs already there, and is {now} now by default"
-    assert said in markdown(Runs(list(known.values())), Question(baseline="GRPO"))
-    # The report reads the same file.
-    assert len(list(read_study_lines(path))) == 3
-
-
 def test_what_cannot_matter_makes_no_other_buffer_or_warm_up(tmp_path: Path) -> None:
     def needs(text: str) -> tuple[str, ...]:
         run = make_plan(written(tmp_path, text)).runs[1]
@@ -317,25 +271,7 @@ def test_what_cannot_matter_makes_no_other_buffer_or_warm_up(tmp_path: Path) -> 
     assert longer[0] != warmup and longer[1] == buffer
 
 
-def test_a_failure_stays_until_the_run_is_there(tmp_path: Path) -> None:
-    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
-    add_results(path, runs[:1], {"error": "first"})
-    add_results(path, runs[:1], {"error": "second"})
-    assert known_runs(path, runs) == ({}, 0)
-    assert [line["error"] for line in failed_runs(path, runs).values()] == ["second"]
-    add_results(path, runs[:1], {"curve": [{"update": 0, "accuracy": 0.5}]})
-    assert failed_runs(path, runs) == {} and len(known_runs(path, runs)[0]) == 1
-
-
-@pytest.fixture
-def loaded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of studies need not be loaded; those of the slow tests are."""
-    found = forked.context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: found)
-
-
-@pytest.mark.usefixtures("loaded_workers")
-def test_a_run_that_fails_has_a_line(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
     """Its imitation is to take one trajectory of each task from a buffer without any."""
     text = SMALL.replace("pairs = 2", "pairs = 1\nonly = ['flawed', 'SFT']") + (
         "buffers.empty = { samples = 1, min_reward = 9.0 }\n"
@@ -343,9 +279,10 @@ def test_a_run_that_fails_has_a_line(tmp_path: Path) -> None:
         " settings.warmup = { num_steps = 1, traces = 'buffer' } }\n"
     )
     plan, out = make_plan(written(tmp_path, text)), tmp_path / "out"
-    done = run_study(plan, out, out / "results.jsonl", workers=1, say=lambda text: None)
-    (key, line), *_ = failed_runs(out / "results.jsonl", plan.runs).items()
-    assert key == ("flawed", "SFT", 0) and line["error"] == done.failures[key] != ""
+    said: list[str] = []
+    done = run_study(plan, out, out / "results.jsonl", workers=1, say=said.append)
+    ((key, error),) = done.failures.items()
+    assert key == ("flawed", "SFT", 0) and error and error in said[-1] and done.num_left == 1
 
 
 def ran(path: Path, out: Path, **options: Any) -> list[str]:
@@ -359,7 +296,6 @@ def ran(path: Path, out: Path, **options: Any) -> list[str]:
     return said
 
 
-@pytest.mark.usefixtures("loaded_workers")
 @pytest.mark.smoke
 def test_a_study_is_run_and_finds_itself_done(tmp_path: Path) -> None:
     path = written(tmp_path, SMALL.replace("pairs = 2", "pairs = 1"))
@@ -443,7 +379,7 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
 
     def line(arm: str, pair: int, points: list[tuple[float, float, float]]) -> dict[str, Any]:
         made = [
-            {"update": n, "accuracy": accuracy, CALLS: calls, SHOWN: calls, SECONDS: seconds}
+            {"update": n, "accuracy": accuracy, CALLS: calls, SECONDS: seconds}
             for n, (accuracy, calls, seconds) in enumerate(points)
         ]
         return {"world": "w", "method": arm, "seed": pair, "curve": made, "calibration_s": 1.0}
@@ -459,42 +395,38 @@ def test_tables_of_results_by_hand(tmp_path: Path) -> None:
     assert runs.pairs("w") == [0, 1]
     a, b = rows(runs, "w", Question(baseline="A", primary=["B"]))
     assert (a.mean, b.mean) == pytest.approx((0.5, 0.9))
-    assert b.gain == pytest.approx(0.4) and b.gain_interval == pytest.approx((0.4, 0.4))
-    assert b.better == 1
+    assert b.gains == pytest.approx([0.4, 0.4])
     assert b.at["at equal calls"] == pytest.approx([0.4, 0.5])
     # 100 calls buy B 90 of its own in pair 1, after the buffer's 10.
     assert b.at["at equal calls with the buffer's"] == pytest.approx([0.4, 0.45])
     assert b.at["at equal CPU s"] == pytest.approx([0.4, 0.45])
-    assert b.areas["at equal calls"] == pytest.approx((0.2 + 0.25) / 2)
-    assert (b.buffer_calls, b.buffer_cpu_s) == (5, 0.5)
+    assert (b.of_buffer("calls"), b.of_buffer("cpu_s")) == (5, 0.5)
     at_150 = Question(baseline="A", primary=["B"], at={CALLS: [150]})
     (fixed, _) = rows(runs, "w", at_150)
-    assert fixed.at["at 150 calls"] == [None, None] and fixed.areas["at 150 calls"] is None
-    assert (fixed.num_left, fixed.left_after) == (2, 100)
+    assert fixed.at["at 150 calls"] == [None, None]
     # A's runs end at 100 calls, where B has .4 and .5: no run counts beyond its end.
     short = next(
         one for one in primary_tests(runs, "w", at_150, "B") if one.column == "at 150 calls"
     )
     assert (short.num_short, short.place) == (2, 100)
-    assert short.difference == pytest.approx(-0.05)
+    assert short.differences == pytest.approx([0.0, -0.1])
     assert "| - (0 of 2) |" in markdown(runs, at_150)
     tests = primary_tests(runs, "w", Question(baseline="A"), "B")
-    assert tests[0].column == "last" and tests[0].difference == pytest.approx(0.4)
+    assert tests[0].column == "last" and tests[0].differences == pytest.approx([0.4, 0.4])
     # Both signs of two equal differences: 2 of 4 are as extreme.
     assert tests[0].p == tests[0].p_holm == 0.5
     text = markdown(runs, Question(baseline="A", primary=["B"]))
-    assert "| arm | held out | IQM | this arm minus A | P(better) |" in text
+    assert "| at the end | this arm minus A at the end | left the start, after calls |" in text
     assert "| column | other arm | pairs | B minus the other | p | p (Holm) |" in text
     assert "| last | A | 2 | 0.40 [0.40, 0.40] | 0.5000 | 0.5000 |" in text
-    assert "| arm | calls | shown calls | CPU s, buffer included |" in text
+    assert "| arm | calls | CPU s, buffer included | buffer's attempts |" in text
     assert "Pairs that are not there: A: 2." in text
-    both = as_data(runs, Question(baseline="A", primary=["A", "B"]))["tests"]
-    assert {(one["primary"], one["other"]) for one in both} == {("A", "B"), ("B", "A")}
-    assert "| B | 0.90 [0.80, 1.00] | 0.90 | 0.40 [0.40, 0.40] | 1.00 |" in text
+    assert "| 0.90 [0.80, 1.00] | 0.40 [0.40, 0.40] | 2 of 2, 200 |" in text
+    both = markdown(runs, Question(baseline="A", primary=["A", "B"]))
+    assert "A minus the other" in both and "B minus the other" in both
     # A machine on which the calibration takes twice as long counts half.
     slow = Runs([one | {"calibration_s": 2.0 if one["method"] == "B" else 1.0} for one in lines])
     assert slow.curve(lines[2] | {"calibration_s": 3.0}, SECONDS)[0][-1] == pytest.approx(40 / 3)
-    assert json.loads(json.dumps(as_data(runs, Question(baseline="A"))))["rows"][1]["arm"] == "B"
 
 
 def test_the_brief_table_by_hand() -> None:
@@ -510,7 +442,7 @@ def test_the_brief_table_by_hand() -> None:
     a, b = [(0.0, 0.5), (20.0, 0.7)], [(0.0, 0.5), (5.0, 0.8)]
     runs = Runs([line(arm, pair, of) for arm, of in (("A", a), ("B", b)) for pair in (0, 1)])
     at = {CALLS: [10.0], SECONDS: [40.0]}
-    text = brief(runs, Question(baseline="A", primary=["B"], at=at))
+    text = markdown(runs, Question(baseline="A", primary=["B"], at=at), is_brief=True)
     assert text.splitlines() == [
         "**w**, 2 pairs",
         "",
@@ -520,12 +452,8 @@ def test_the_brief_table_by_hand() -> None:
         "| A | 0.60 | 0.25 [0.25, 0.25], p 0.500 (at 5) | 0.70 [0.70, 0.70] | 2 of 2, 20 | 20 |",
         "| B | - (0 of 2) |  | 0.80 [0.80, 0.80] | 2 of 2, 5 | 5 |",
     ]
-    # B ends with 5 calls, where A has .5 + 5/20 of .2 = .55: no run counts beyond its end.
-    [spent] = as_data(runs, Question(baseline="A", primary=["B"], at=at))["at_spent_calls"]
-    assert (spent["other"], spent["calls"]) == ("A", 5.0)
-    assert spent["difference"] == pytest.approx(0.25)
     # Without a primary arm, differences to the baseline at the end.
-    assert brief(runs, Question(baseline="B", at=at)).splitlines()[2:] == [
+    assert markdown(runs, Question(baseline="B", at=at), is_brief=True).splitlines()[2:] == [
         "| arm | at 10 calls | at the end | this arm minus B at the end |"
         " left the start, after calls | calls |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -535,96 +463,71 @@ def test_the_brief_table_by_hand() -> None:
     # With both where a baseline is asked for; one that the world lacks is its first arm, not the
     # first row.
     question = Question(baseline="C", primary=["B"], at=at)
-    header, _, other, best = brief(runs, question, with_baseline=True).splitlines()[2:]
+    header, _, other, best = markdown(
+        runs, question, with_baseline=True, is_brief=True
+    ).splitlines()[2:]
     assert "| B minus this arm |" in header
     assert "| this arm minus A at the end |" in header
     assert "| 0.80 [0.80, 0.80] | 0.10 [0.10, 0.10] | 2 of 2, 5 |" in best
     assert "| 0.70 [0.70, 0.70] |  | 2 of 2, 20 |" in other
     # An arm that was tuned with fewer runs than another is marked.
     tuned = [line("A", 0, a) | {"tuning": {"runs": 8, "calls": 9.0}}, line("B", 0, b)]
-    text = brief(Runs(tuned), Question(baseline="A", at=at))
+    text = markdown(Runs(tuned), Question(baseline="A", at=at), is_brief=True)
     assert "| A | 0.60 |" in text and "| B (0 of 8 tuning runs) | - (0 of 1) |" in text
     # The calls of a buffer's attempts stand behind a plus.
     bought = [line("A", 0, a) | {"buffer": {"calls": 1000}}]
-    assert brief(Runs(bought), Question(baseline="A", at=at)).endswith("| 20 + 1,000 |\n")
+    assert markdown(Runs(bought), Question(baseline="A", at=at), is_brief=True).endswith(
+        "| 20 + 1,000 |\n"
+    )
 
 
 def test_pairs_that_began_with_different_weights_are_named() -> None:
-    """By the weights' checksum where runs have one, else by their processor; arms with another
-    warm-up began with others on purpose."""
+    """A warm-up of one name and seed that ended with several weights, on several machines."""
 
-    def line(pair: int, cpu: str, weights: str | None = None, warmup: str = "x") -> dict[str, Any]:
-        curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
-        own = {"world": "w", "seed": pair, "machine": {"cpu": cpu}, "curve": curve}
-        own |= {"warmup": {"fingerprint": warmup, "cpu_s": 1.0, "calibration_s": 1.0}}
-        return own | ({} if weights is None else {"weights": weights})
+    def line(pair: int, weights: str, warmup: str = "x", arm: str = "A") -> dict[str, Any]:
+        curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}]
+        own = {"world": "w", "method": arm, "seed": pair, "curve": curve, "weights": weights}
+        return own | {"warmup": {"fingerprint": warmup, "cpu_s": 1.0, "calibration_s": 1.0}}
 
-    assert mixed_pairs([line(0, "a"), line(0, "a"), line(1, "a"), line(1, "b")]) == [1]
-    assert mixed_pairs([line(0, "a", "1"), line(0, "b", "1"), line(0, "b", "1")]) == []
-    assert mixed_pairs([line(2, "a", "1"), line(2, "a", "2")]) == [2]
-    assert mixed_pairs([line(0, "a", "1"), line(0, "a", "2", "y")]) == []
+    assert mixed_pairs([line(0, "1"), line(0, "1"), line(1, "1"), line(1, "2")]) == [1]
+    assert mixed_pairs([line(0, "1"), line(0, "2", "y")]) == []
     # Without a warm-up all begin with the recipe's model.
-    bare = [one | {"warmup": None} for one in (line(4, "a"), line(4, "b"))]
-    assert mixed_pairs([one | {"warmup_seed": None} for one in bare]) == []
-    assert mixed_pairs([one | {"warmup_seed": 4} for one in bare]) == [4]
-    arms = [{"method": name} | line(3, name, "1") for name in ("A", "B")]
-    assert "weights" not in brief(Runs(arms), Question(baseline="A"))
-    arms[1]["weights"] = "2"
-    said = "Not all arms began with the same weights in pairs 3:"
-    for text in (
-        brief(Runs(arms), Question(baseline="A")),
-        markdown(Runs(arms), Question(baseline="A")),
-    ):
-        assert said in text
-
-
-def test_a_warm_up_counts_where_arms_differ_in_it() -> None:
-    """Arms that share it began alike; one with another warm-up pays, and so do they."""
-    point = {"update": 0, "accuracy": 0.5, CALLS: 0.0, SHOWN: 0.0, SECONDS: 10.0}
-
-    def line(arm: str, name: str, cpu_s: float) -> dict[str, Any]:
-        made = {"fingerprint": name, "cpu_s": cpu_s, "calibration_s": 1.0}
-        whole = {"world": "w", "method": arm, "seed": 0, "curve": [point], "calibration_s": 1.0}
-        return whole | {"warmup": made}
-
+    assert mixed_pairs([line(4, "1") | {"warmup": None}, line(4, "2") | {"warmup": None}]) == []
     question = Question(baseline="A")
-    shared = rows(Runs([line("A", "x", 4.0), line("B", "x", 4.0)]), "w", question)
-    assert [row.totals[SECONDS] for row in shared] == [10, 10]
-    runs = Runs([line("A", "x", 4.0), line("B", "y", 7.0)])
-    assert [row.totals[SECONDS] for row in rows(runs, "w", question)] == [14, 17]
-    assert "CPU s, warm-up included | warm-up's CPU s" in markdown(runs, question)
+    assert "weights" not in markdown(Runs([line(3, "1"), line(3, "1", arm="B")]), question)
+    text = markdown(Runs([line(3, "1"), line(3, "2", arm="B")]), question, is_brief=True)
+    assert "Not all arms began with the same weights in pairs 3:" in text
 
 
 def test_runs_that_are_missing_are_named() -> None:
-    """Pair 1 is left out of the table of both arms, since A's run failed; C has none at all."""
-    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+    """Pair 1 is left out of the table of both arms, since A's run is not there; C has none."""
+    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}]
     lines = [
         {"world": "w", "method": arm, "seed": pair, "curve": curve}
         for arm, pair in (("A", 0), ("B", 0), ("B", 1))
     ]
-    lines.append({"world": "w", "method": "A", "seed": 1, "error": "no\nmemory"})
     planned = [("w", arm, pair) for pair in (0, 1) for arm in ("A", "B", "C")]
     runs = Runs(lines, planned)
-    assert list(runs.missing("w")) == ["A: 1 (pair 1 failed: no memory)", "C: all"]
-    for text in (markdown(runs, Question(baseline="A")), brief(runs, Question(baseline="A"))):
+    assert list(runs.missing("w")) == ["A: 1", "C: all"]
+    for text in (
+        markdown(runs, Question(baseline="A")),
+        markdown(runs, Question(baseline="A"), is_brief=True),
+    ):
         assert "**w**, 1 pair\n" in text
-        assert "Pairs that are not there: A: 1 (pair 1 failed: no memory). C: all." in text
-    # Where no pair is complete, the same.
-    none = brief(Runs(lines[2:], planned), Question(baseline="A"))
-    assert "no pair is complete" not in none and "A: all (pair 1 failed: no memory)" in none
-    begun = brief(Runs([lines[0], lines[2]], planned), Question(baseline="A"))
+        assert "Pairs that are not there: A: 1. C: all." in text
+    begun = markdown(Runs([lines[0], lines[2]], planned), Question(baseline="A"), is_brief=True)
     assert "no pair is complete" in begun and "A: 1. B: 0. C: all." in begun
 
 
 def test_both_tables_say_when_and_where_runs_were_made() -> None:
-    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0, SHOWN: 1.0}]
+    curve = [{"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}]
     made = {"world": "w", "method": "A", "curve": curve, "machine": {"cpu": "EPYC"}}
     lines = [
         made | {"seed": 0, "date": "2026-01-02", "commit": "abcdefghi", "calibration_s": 1.0},
         made | {"seed": 1, "date": "2026-01-03", "commit": "abcdefghi", "calibration_s": 2.0},
     ]
-    for table in (markdown, brief):
-        text = table(Runs(lines), Question(baseline="A"))
+    for is_brief in (True, False):
+        text = markdown(Runs(lines), Question(baseline="A"), is_brief=is_brief)
         assert text.startswith("2026-01-02 to 2026-01-03, EPYC, commit abcdefg.\nThe calibration")
 
 
@@ -646,10 +549,7 @@ def test_a_pruned_buffer_is_made_of_one_that_is_built(tmp_path: Path) -> None:
         ("prune = 'rwa'", "study-invalid"),
         ("prune = 'x'", "study-invalid"),
         ("shuffle = 'x'", "study-invalid"),
-        ("swap = 'raw', margin = 1.0", "study-invalid"),
         ("swap = 'raw', prune = 'raw'", "study-invalid"),
-        ("margin = 0.5", "study-invalid"),
-        ("only_best = true", "study-invalid"),
     ):
         with raises_code(code):
             make_plan(written(tmp_path, SMALL + f"buffers.x = {{ {more} }}\n"))
@@ -828,7 +728,7 @@ def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
     tmp_path: Path, study: Command
 ) -> None:
     path = written(tmp_path, "primary = 'RAPO'\n" + SMALL)
-    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}
     add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
     assert "minus GRPO at the end" not in study(path, "--table", "--brief")[0]
     error = "there are 'GRPO', 'RAPO'. Did you mean 'GRPO'?"
@@ -855,7 +755,7 @@ def test_runs_of_removed_arms_stay_in_the_tables(tmp_path: Path, study: Command)
 def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Command) -> None:
     """Another study that shares the file may have named others for an equal run."""
     path, shared = written(tmp_path, SMALL), tmp_path / "study.jsonl"
-    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}
     plan = make_plan(path)
     add_results(shared, plan.runs[1:], {"curve": [point]})
     lines = [json.loads(line) for line in shared.read_text(encoding="utf-8").splitlines()]

@@ -56,7 +56,7 @@ ELSEWHERE = {
     r"treegraft (train|sft) papers/": "test_recipe_files.py and test_papers_steps.py",
     r"treegraft (data check|serve search|buffer stats) \$": "tests/extras/test_papers_steps.py",
     r"treegraft compare evals/grpo": "tests/extras/test_papers_steps.py compares them",
-    r"treegraft study \S+ .*--figure": "tests/extras/test_paper_figures.py draws",
+    r"treegraft study \S+ .*--figure": "tests/extras/test_report.py draws",
     r"treegraft buffer build papers/": "needs a model of 7B; test_build_traces.py builds",
     r"treegraft buffer build .*agent=http": "needs a server; test_build_traces.py has one",
     r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",
@@ -82,7 +82,6 @@ CODES = {
 
 SMALL = {
     r"num_updates=\d+": "num_updates=1",
-    r"--at 10 --at 40": "--at 0 --at 1",
     r"--update 4": "--update 1",
     r"--eval 10": "--eval 1",
     r"--tasks 48 --rollouts 16 --paths 2": "--tasks 1 --rollouts 2 --paths 1 --out sign.jsonl",

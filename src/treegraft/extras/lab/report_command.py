@@ -1,4 +1,4 @@
-"""`treegraft report`: figures of runs on one page, and case studies beside it."""
+"""`treegraft report`: figures of runs on one page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from treegraft.parts import commands, plain
+from treegraft.parts import plain
 
 
 def report(
-    context: typer.Context,
     runs: Annotated[
         list[str],
         typer.Argument(
@@ -29,44 +28,17 @@ def report(
         list[str] | None,
         typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
     ] = None,
-    cases: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Also write cases.html: N held-out questions on which the runs differ, or the"
-            " first and last evaluation of one run.",
-        ),
-    ] = None,
-    at: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="UPDATE",
-            min=0,
-            help="With --cases: compare the evaluation after this update; may be repeated.",
-        ),
-    ] = None,
 ) -> None:
     """Write a report of runs: report.html and figures/.
 
     Runs that differ only in name and seed form one group, drawn with 95 % intervals.
     """
-    from treegraft.extras.lab.report.command import write_report
-    from treegraft.extras.lab.report.records import split_label
+    from treegraft.extras.lab.report.command import report_folder, write_report
+    from treegraft.extras.lab.report.records import read_records
 
-    if cases is None:
-        commands.refuse_idle(context, "without --cases", "--at")
-        found, beside = None, {}
-    else:
-        from treegraft.extras.lab.report.cases import PAGE, compare, write_cases
-
-        found = compare([*map(split_label, runs)], cases, at or ())
-        beside = {PAGE: "Case studies"}
-    written = write_report(runs, out=out, baseline=baseline, only=only or (), beside=beside)
+    place = report_folder(runs, out)
+    written = write_report(read_records(runs), place, baseline=baseline, only=only or ())
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     names = f" ({', '.join(written.figures)})" if written.figures else ""
     print(plain(f"{written.page}: {len(written.figures)} figures{names}"))
-    if found is not None:
-        write_cases(found, written.page.with_name(PAGE))
-        print(plain(f"{written.page.with_name(PAGE)}: {found.summary}"))

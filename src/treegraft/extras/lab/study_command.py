@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +20,12 @@ from treegraft.extras.lab.study.results import (
     SECONDS,
     Key,
     Line,
-    failed_runs,
     known_runs,
     read_results,
     removed_runs,
 )
 from treegraft.extras.lab.study.runner import RESULTS, run_study
-from treegraft.extras.lab.text import counted, quoted
+from treegraft.extras.lab.text import counted, quoted, table
 from treegraft.parts import commands, errors, interrupt
 
 File = Annotated[
@@ -66,8 +65,8 @@ Figure = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Draw a figure of the papers from the finished runs: rapo-3, rapo-4, rapo-8, rapo-10,"
-        " rapo-11, rapo-ablations, arpo-7 or arpo-8; run nothing.",
+        help="Draw a figure of the papers from the finished runs: rapo-3, rapo-8, rapo-10, rapo-11,"
+        " rapo-ablations, arpo-7 or arpo-8; run nothing.",
     ),
 ]
 
@@ -102,7 +101,6 @@ def study(
     ] = False,
     is_brief: Brief = False,
     baseline: Baseline = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
     as_lines: Lines = False,
     figure: Figure = None,
 ) -> None:
@@ -110,14 +108,20 @@ def study(
 
     The same command resumes a stopped study. Results are one line a run.
     """
-    _refuse_without_table(context, table, figure is not None, as_json)
-    _refuse_second_mode(context, as_lines, table, check, figure is not None)
+    modes = {"--lines": as_lines, "--table": table, "--check": check, "--figure": figure}
+    mode = next((name for name, value in modes.items() if value), "")
+    if mode:
+        others = [name for name in modes if name != mode]
+        commands.refuse_idle(context, f"with {mode}", "--minutes", "--workers", *others)
+    if mode != "--table":
+        own = () if mode == "--figure" else ("--baseline",)
+        commands.refuse_idle(context, "without --table", "--brief", *own)
     if file.suffix == ".jsonl":
         _refuse_no_results(file, with_table=table)
         commands.refuse_idle(
-            context, "with a file of results", "--smoke", "--only", "--pairs", "--out", "--figure"
+            context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
         )
-        _print_tables(read_results(file), None, baseline, is_brief=is_brief, as_json=as_json)
+        _print_tables(read_results(file), None, baseline, is_brief=is_brief)
         return
     file = file if file.is_file() else _shipped(file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
@@ -128,12 +132,11 @@ def study(
     if check:
         _say_counts(plan, results)
     elif table:
-        lines = _lines_of(plan, failed_runs(results, plan.runs), results)
-        _print_tables(lines, plan, baseline, is_brief=is_brief, as_json=as_json)
+        _print_tables(_lines_of(plan, results), plan, baseline, is_brief=is_brief)
     elif figure is not None:
-        _draw(figure, _lines_of(plan, {}, results), place, baseline or plan.study.baseline)
+        _draw(figure, _lines_of(plan, results), place, baseline or plan.study.baseline)
     elif as_lines:
-        for line in _lines_of(plan, {}, results):
+        for line in _lines_of(plan, results):
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
@@ -145,39 +148,21 @@ def _shipped(file: Path) -> Path:
     return found if file.name == str(file) and found.is_file() else file
 
 
-def _refuse_without_table(context: typer.Context, table: bool, draws: bool, as_json: bool) -> None:
-    """Refuses options of tables where none is printed."""
-    if not table:
-        own = () if draws else ("--baseline",)
-        commands.refuse_idle(context, "without --table", "--json", "--brief", *own)
-    if as_json:
-        commands.refuse_idle(context, "with --json", "--brief")
-
-
-def _refuse_second_mode(
-    context: typer.Context, as_lines: bool, table: bool, check: bool, draws: bool
-) -> None:
-    """Refuses options of other modes beside --lines, --table, --check or --figure."""
-    modes = {"--lines": as_lines, "--table": table, "--check": check, "--figure": draws}
-    chosen = [name for name, is_on in modes.items() if is_on]
-    if chosen:
-        others = [name for name in modes if name != chosen[0]]
-        commands.refuse_idle(context, f"with {chosen[0]}", "--minutes", "--workers", *others)
-
-
-def _lines_of(plan: Plan, failed: Mapping[Key, Line], results: Path) -> list[Line]:
+def _lines_of(plan: Plan, results: Path) -> list[Line]:
     """The runs that are there, in the order of the study, with the settings in which the runs of
     this study differ: another one that shares the file has named others. Those of removed arms come
     last, with their own."""
-    found = {**failed, **known_runs(results, plan.runs)[0]}
-    lines = [
-        {**found[run.key], "settings": dict(run.shown)} for run in plan.runs if run.key in found
-    ]
+    found = known_runs(results, plan.runs)[0]
+    lines = []
+    for run in plan.runs:
+        if run.key in found:
+            lines.append({**found[run.key], "settings": dict(run.shown)})
     return lines + removed_runs(results, plan.removed)
 
 
 def _draw(name: str, lines: Sequence[Line], place: Path, baseline: str | None) -> None:
-    from treegraft.extras.lab.study.figures import PAPERS, costs, draw
+    from treegraft.extras.lab.report.command import PAPERS, costs, write_report
+    from treegraft.extras.lab.report.records import records_of
 
     if name not in PAPERS:
         raise SettingError(
@@ -187,16 +172,17 @@ def _draw(name: str, lines: Sequence[Line], place: Path, baseline: str | None) -
         )
     _refuse_nothing(lines)
     one = PAPERS[name]
-    found = draw(name, lines, place / name, baseline)
+    if all(line["method"] != baseline for line in lines):
+        baseline = None
+    found = write_report(records_of(lines), place / name, baseline=baseline, only=[one.drawn])
     say(f"{one.title}: {counted(len(lines), 'run')} of small agents, not the paper's models")
     for note in (*found.notes, *found.left_out):
         say(f"note: {note}")
     for drawn in found.figures:
         say(f"{place / name / 'figures' / drawn}.svg, .png, .csv")
     if one.has_costs:
-        heads, *rows = costs(lines, baseline)
-        print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-        print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        head, *rows = costs(lines, baseline)
+        print("\n".join(table(head, rows)))
 
 
 def _refuse_nothing(lines: Sequence[Line]) -> None:
@@ -223,7 +209,7 @@ def _refuse_no_results(file: Path, *, with_table: bool) -> None:
 
 def _say_counts(plan: Plan, results: Path) -> None:
     # Also a run that another study has made, or another arm of this one, is not made again.
-    made = {line.get("fingerprint") for line in read_results(results) if "error" not in line}
+    made = {line.get("fingerprint") for line in read_results(results)}
     left = [run.fingerprint for run in plan.runs if run.fingerprint not in made]
     num_different = len(set(left))
     also = f", {num_different} of them different" if num_different < len(left) else ""
@@ -259,18 +245,11 @@ def say(text: str, *, to_stderr: bool = False) -> None:
 
 
 def _print_tables(
-    lines: Sequence[Line],
-    plan: Plan | None,
-    baseline: str | None,
-    *,
-    is_brief: bool,
-    as_json: bool,
+    lines: Sequence[Line], plan: Plan | None, baseline: str | None, *, is_brief: bool
 ) -> None:
-    from treegraft.extras.lab.study.markdown import brief, markdown
-    from treegraft.extras.lab.study.tables import Question, Runs, as_data
+    from treegraft.extras.lab.study.tables import Question, Runs, markdown
 
     _refuse_nothing(lines)
-    study = None if plan is None else plan.study
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:
         raise SettingError(
@@ -279,19 +258,16 @@ def _print_tables(
             code="unknown-arm",
         )
     question = Question(baseline=baseline or arms[0])
-    if study is not None:
+    planned: list[Key] = []
+    if plan is not None:
+        study = plan.study
         question = Question(
             baseline=baseline or study.baseline or next(iter(study.arms)),
             primary=study.primaries,
             at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
         )
-    runs = Runs(lines, [run.key for run in plan.runs] if plan is not None else ())
-    if as_json:
-        print(json.dumps(as_data(runs, question)))
-        return
-    if is_brief:
-        print(brief(runs, question, with_baseline=baseline is not None))
-        return
-    if study is not None and study.title:
-        print(f"{study.title}\n")
-    print(markdown(runs, question))
+        planned = [run.key for run in plan.runs]
+        if study.title and not is_brief:
+            print(f"{study.title}\n")
+    runs = Runs(lines, planned)
+    print(markdown(runs, question, is_brief=is_brief, with_baseline=baseline is not None))

@@ -34,3 +34,8 @@ def counted(number: int, noun: str) -> str:
 def quoted(names: Iterable[str]) -> str:
     """Returns names that may hold commas as a list: "'a', 'b, c'"."""
     return ", ".join(f"'{name}'" for name in names)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table in Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

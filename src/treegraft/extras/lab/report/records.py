@@ -1,30 +1,22 @@
-"""Runs as records: of run folders, and of studies, whose lines are finished runs in short.
-
-A study is a .jsonl file of `treegraft study`, such as `studies/methods.jsonl`: one object a
-run, with "method" (its label), "seed", "world" (only runs of one world are compared; optional),
-"settings" (by dotted name, those in which runs differ; optional), "num_eval" (held-out tasks;
-optional), "curve": at each evaluation {"update": n, "accuracy": share, "eval/...": as measured,
-any other metric summed so far ...}, and "updates": {"update": [n, ...], a metric: [of each update,
-...], ...} (optional).
-"""
+"""Runs as records: of run folders, and of studies' files of results, whose lines are finished runs
+in short."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.parts import RunReader, errors, metrics, recipe
+from treegraft.extras.lab.study.plan import LABELS
+from treegraft.extras.lab.study.results import CALLS, REPLAYED, Line, key_of, read_results
+from treegraft.parts import RunReader, errors, recipe
 
 MetricsLine = Mapping[str, float]
 SAMPLED = "eval/accuracy_sampled"
-LABELS = ("run.name", "run.dir", "run.seed")
-"""Settings that tell runs apart which are one method all the same."""
-_CURVE_ONLY = ("update", "accuracy")
+GREEDY = "eval/accuracy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,67 +26,63 @@ class Record:
 
     name: str
     label: str | None = None
-    """The name of its method by the user or the study; None: named by the settings that differ."""
-    world: str | None = None
-    """Only runs of one world are compared; None leaves that to the settings of the tasks."""
+    """The name of its method by the user or the study."""
+    world: str = ""
+    """Only runs of one world are compared; "" for run folders."""
     seed: int | None = None
-    """None: not recorded."""
+    """None if it was not recorded."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """By dotted name, without those that only name a run."""
+    """By dotted name, without those that only name a run; of a study those in which its runs
+    differ."""
     lines: Sequence[MetricsLine] = ()
     """One line of metrics an update, in order, numbers only; costs are those since the line
     before, and calls are executed calls."""
     num_eval: int | None = None
-    """Held-out tasks; None: not known."""
-    run: RunReader | None = None
-    """The folder, None for a line of a study."""
-    state: str = "finished"
-    """"finished", "running", or "stopped at update N of M"."""
+    """Held-out tasks; None if it is not known."""
     notes: Sequence[str] = ()
     """Remarks for readers of its numbers."""
+
+    def values(self, key: str) -> dict[int, float]:
+        """Returns the values of a metric by update, for updates that recorded it."""
+        return {int(line["update"]): line[key] for line in self.lines if key in line}
+
+    def spent(self, cost: str) -> dict[int, float]:
+        """Returns by update the sum of a cost until then; lines without it count as 0."""
+        totals = accumulate(line.get(cost, 0.0) for line in self.lines)
+        return {int(line["update"]): sum for line, sum in zip(self.lines, totals, strict=True)}
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
     """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs
-    that label.
-
-    A path that is given twice counts once, and so does a run that stands in two studies.
+    that label. A path that is named twice counts once.
 
     Raises:
         CheckpointError: neither a run folder nor a study.
         DataError: a study that cannot be read, or a folder with damaged settings.
     """
-    records: list[Record] = []
-    seen: set[tuple[Path, str | None]] = set()
+    labels: dict[Path, str | None] = {}
     for typed in paths:
         label, path = split_label(typed)
-        if (path.resolve(), label) in seen:
-            continue
-        seen.add((path.resolve(), label))
-        if any(path.resolve() == known for known, other in seen if other != label):
+        if labels.setdefault(path.resolve(), label) != label:
             raise DataError(
                 f"'{path}' is given with two labels; a run belongs to one. Give it once.",
                 code="two-labels",
             )
-        found = list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
-        records += [record for record in found if record.run is not None or record not in records]
-    counts = Counter[str]()
-    for place, record in enumerate(records):
-        counts[record.name] += 1
-        if counts[record.name] > 1:
-            records[place] = replace(record, name=f"{record.name} ({counts[record.name]})")
+    records = []
+    for path, label in labels.items():
+        if path.is_file():
+            records += read_study(path, label)
+        else:
+            records.append(read_run(path, label))
     return records
 
 
 def split_label(typed: str) -> tuple[str | None, Path]:
-    """Returns label and path of LABEL=PATH, (None, path) where the whole is a path."""
+    """Returns label and path of LABEL=PATH, (None, path) if the whole is a path."""
     label, sign, rest = typed.partition("=")
     if not sign or not label.strip() or Path(typed).exists():
         return None, Path(typed)
     return label.strip(), Path(rest)
-
-
-# ---------------------------------------------------------------------- run folders
 
 
 def read_run(path: Path, label: str | None = None) -> Record:
@@ -114,111 +102,94 @@ def read_run(path: Path, label: str | None = None) -> Record:
     settings = recipe.flatten(run.config())
     lines, notes = run.clean_metrics()
     state = run.state()
-    said = "running" if state["is_live"] else "stopped"
-    said += f" at update {state['update']} of {state['num_updates']}"
+    if not state["is_over"]:
+        said = "running" if state["is_live"] else "stopped"
+        notes = [*notes, f"{said} at update {state['update']} of {state['num_updates']}"]
+    num_eval = settings.get("tasks.num_eval")
     return Record(
         name=run.name,
         label=label,
         seed=settings.get("run.seed"),
         settings={name: value for name, value in settings.items() if name not in LABELS},
         lines=[_with_repeated(line) for line in lines],
-        num_eval=_num_eval(run, settings),
-        run=run,
-        state="finished" if state["is_over"] else said,
+        num_eval=num_eval if isinstance(num_eval, int) and num_eval > 0 else None,
         notes=notes,
     )
 
 
 def _with_repeated(line: MetricsLine) -> MetricsLine:
     """The line with the calls that its environments repeated counted as tool calls."""
-    own, repeated = metrics.CALLS
-    return {**line, own: line[own] + line[repeated]} if own in line and repeated in line else line
+    if CALLS not in line or REPLAYED not in line:
+        return line
+    return {**line, CALLS: line[CALLS] + line[REPLAYED]}
 
 
-def _num_eval(run: RunReader, settings: Mapping[str, Any]) -> int | None:
-    evaluated = [file for file in run.files() if file.kind != "update"]
-    found = run.num_trees(evaluated[0].name) if evaluated else settings.get("tasks.num_eval")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-# ---------------------------------------------------------------------- studies
-
-
-def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
-    """Yields the runs of a study, in order; one that stands there twice counts once, as it stands
-    last.
+def read_study(path: Path, label: str | None = None) -> list[Record]:
+    """Returns the finished runs of a study's file of results; one that stands there twice counts
+    once, as it stands last.
 
     Raises:
-        DataError: it is not UTF-8, or a line is no run.
+        DataError: a line is no run, or there is none.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line",
-            code="study-unreadable",
-        ) from error
-    found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        record = _study_line(line, f"'{path}', line {number}", label) if line.strip() else None
-        if record is not None:
-            found[(record.world, record.label, record.seed)] = record
+    found = {key_of(line): line for line in read_results(path)}
     if not found:
         raise DataError(
             f"'{path}' holds no run; expected one a line, as `treegraft study` writes them",
             code="study-empty",
         )
-    yield from found.values()
+    return records_of(found.values(), label, where=f"'{path}'")
 
 
-def _study_line(line: str, where: str, label: str | None) -> Record | None:
-    """A run; None for the line of one that failed, or of the defaults."""
-    try:
-        data = json.loads(line)
-        if "error" in data or "defaults_of" in data:
-            return None
-        curve = [{key: float(value) for key, value in point.items()} for point in data["curve"]]
-        method, settings = str(data["method"]), dict(data.get("settings") or {})
-        seed, num_eval = data.get("seed"), data.get("num_eval")
-        accuracies = [(int(point["update"]), point["accuracy"]) for point in curve]
-        columns = {
-            str(key): [None if value is None else float(value) for value in column]
-            for key, column in dict(data.get("updates") or {}).items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
-            ' method, seed and curve, a list of {"update": n, "accuracy": share}',
-            code="study-line-invalid",
-        ) from error
-    measured = {key for point in curve for key in point if key.startswith("eval/")}
-    costs = {key for point in curve for key in point} - {*_CURVE_ONLY, *measured, *columns}
-    lines, before = [], dict.fromkeys(costs, 0.0)
-    for (update, accuracy), point in zip(accuracies, curve, strict=True):
-        spent = {cost: point[cost] - before[cost] for cost in costs if cost in point}
-        before |= {cost: point[cost] for cost in costs if cost in point}
-        also = {key: point[key] for key in measured if key in point}
-        lines.append({"update": float(update), SAMPLED: accuracy} | also | spent)
-    lines = _with_columns(lines, columns)
-    world = data.get("world")
-    return Record(
-        name=f"{method}, seed {seed}" + (f", {world}" if world is not None else ""),
-        label=label or method,
-        world=None if world is None else str(world),
-        seed=seed if isinstance(seed, int) else None,
-        settings=settings,
-        lines=lines,
-        num_eval=num_eval if isinstance(num_eval, int) and num_eval > 0 else None,
-    )
+def records_of(
+    lines: Iterable[Line], label: str | None = None, *, where: str = "results"
+) -> list[Record]:
+    """Returns lines of a study as records.
+
+    Raises:
+        DataError: a curve or a metric is no number.
+    """
+    found = []
+    for line in lines:
+        method = str(line["method"])
+        name = f"{method}, seed {line['seed']}, {line['world']}"
+        try:
+            metrics = _metrics_of(line)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{where}: {name} is not a run ({type(error).__name__}: {error}); expected a curve,"
+                ' a list of {"update": n, "accuracy": share}',
+                code="study-line-invalid",
+            ) from error
+        found.append(
+            Record(
+                name=name,
+                label=label or method,
+                world=str(line["world"]),
+                seed=line["seed"],
+                settings=dict(line.get("settings") or {}),
+                lines=metrics,
+                num_eval=line.get("num_eval"),
+            )
+        )
+    return found
 
 
-def _with_columns(
-    lines: list[dict[str, float]], columns: Mapping[str, Sequence[float | None]]
-) -> list[dict[str, float]]:
-    """Lines with the metrics of each update, by columns; those of the curve are at evaluations."""
-    found = {line["update"]: line for line in lines}
-    for key in columns:
-        for update, value in zip(columns.get("update", ()), columns[key], strict=False):
-            if update is not None and value is not None:
-                found.setdefault(update, {"update": update})[key] = value
+def _metrics_of(line: Line) -> list[MetricsLine]:
+    """Metrics of each update, of its curve, which holds sums, and of its columns."""
+    columns = dict(line.get("updates") or {})
+    before: dict[str, float] = {}
+    found: dict[float, dict[str, float]] = {}
+    for point in line["curve"]:
+        values = {key: float(value) for key, value in point.items()}
+        own = found[values["update"]] = {SAMPLED: values.pop("accuracy")}
+        for key, value in values.items():
+            if key == "update" or key.startswith("eval/"):
+                own[key] = value
+            elif key not in columns:
+                own[key] = value - before.get(key, 0.0)
+                before[key] = value
+    for key, column in columns.items():
+        for update, value in zip(columns.get("update", ()), column, strict=False):
+            if value is not None:
+                found.setdefault(float(update), {})[key] = float(value)
     return [found[update] for update in sorted(found)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ from treegraft import SettingError
 from treegraft.extras.lab.text import quoted, shown
 from treegraft.parts import errors, recipe
 
-BASE, SMOKE = "base", "smoke"
-"""Keys of a recipe that are no settings, also of a study."""
+SMOKE = "smoke"
+"""Table of a recipe or a study that --smoke puts over the others."""
 
 
 class _Table(BaseModel):
@@ -40,12 +40,8 @@ class Arm(_Table):
     further imitation: it starts from the defaults and num_steps = 0."""
     command: Literal["train", "sft"] | None = None
     """"train" (default), or "sft" for imitation alone."""
-    worlds: list[str] | None = None
-    """Worlds that it is run in; None for all."""
     buffer: str | None = None
     """Name of the buffer that buffer.path gets; None leaves the recipe's."""
-    warmup: str | None = None
-    """Name of its warm-up; None takes the world's, "" the recipe's model."""
     tuning_runs: int = Field(0, ge=0)
     """Development runs by which its settings were chosen; tables mark an arm with fewer than
     another."""
@@ -67,23 +63,15 @@ class Buffer(_Table):
 
     settings: dict[str, Any] = {}
     """Tables of settings, as in a recipe: those of the expert."""
-    agent: str = "expert"
-    """As buffer.build.agent."""
     samples: int = Field(16, ge=1)
     """Attempts at each training task."""
     keep: int = Field(5, ge=1)
     """Trajectories kept of each task, the best by reward."""
     min_reward: float = 0.0
     """Only trajectories with a reward above this are kept."""
-    num_tasks: int | None = Field(None, ge=1)
-    """Training tasks that are answered; None for all."""
     prune: str | None = None
     """Name of a buffer that this one is made from by `treegraft buffer prune`, with the weights of
-    the run's warm-up; None asks the agent."""
-    margin: float = 0.0
-    """Nats, as --margin there."""
-    only_best: bool = False
-    """Of each task only the trajectory with the best reward."""
+    the run's warm-up; None asks the expert."""
     shuffle: str | None = None
     """Name of a buffer whose trajectories this one holds with their steps in another order, a
     control: each history is followed by a step that belongs elsewhere in the same trajectory."""
@@ -93,8 +81,8 @@ class Buffer(_Table):
 
     @property
     def made_from(self) -> Mapping[str, str]:
-        """The buffers that it is made from, by the key that names them: one, or none where an
-        agent is asked."""
+        """The buffers that it is made from, by the key that names them: one, or none if the
+        expert is asked."""
         named = {"prune": self.prune, "shuffle": self.shuffle, "swap": self.swap}
         return {key: name for key, name in named.items() if name is not None}
 
@@ -107,11 +95,6 @@ class StudyFile(_Table):
     one. `base = "FILE"` takes the tables of another study, and puts those of this one over them."""
     title: str = ""
     """A sentence above the tables."""
-    portable: bool = False
-    """Whether runs compute what they would on any other x86 processor, to the bit in float32: with
-    the instructions that all of them have (MKL's compatible mode, torch's plain path) and without
-    kernels of our own, so that equal seeds give equal warm-ups. It is part of a line's
-    fingerprint."""
     pairs: int = Field(10, ge=1)
     """Pairs: runs of all arms in all worlds with the same seeds."""
     first_seed: int = Field(100, ge=0)
@@ -161,7 +144,7 @@ class StudyFile(_Table):
             return own
         base = self.arm(own.base)
         given = {one: getattr(own, one) for one in own.model_fields_set}
-        whole = {one: getattr(base, one) for one in ("command", "worlds", "buffer", "warmup")}
+        whole = {one: getattr(base, one) for one in ("command", "buffer")}
         settings = recipe.merged(base.settings, own.settings)
         return Arm.model_validate({**whole, **given, "settings": settings})
 
@@ -190,24 +173,22 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
 
 
 def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
-    if unknown := list(_unknown(data)):
-        raise SettingError(
-            "\n".join(f"{path}: {fault}" for fault in unknown), code="unknown-setting"
-        )
     try:
         study = StudyFile.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        faults = [
-            f"{path}: '{'.'.join(map(str, one['loc']))}': got {shown(one['input'])}; {one['msg']}."
-            for one in error.errors()
-        ]
-        raise SettingError("\n".join(faults), code="study-invalid") from error
+        faults = []
+        for one in error.errors():
+            faults.append(f"{path}: {_fault(one['type'], one['loc'], one['msg'], one['input'])}")
+        text = "\n".join(faults)
+        if any(one["type"] == "extra_forbidden" for one in error.errors()):
+            raise SettingError(text, code="unknown-setting") from error
+        raise SettingError(text, code="study-invalid") from error
     if faults := list(_names_wrong(study)):
         raise SettingError("\n".join(f"{path}: {fault}" for fault in faults), code="study-invalid")
     return study
 
 
-_NAMED: Mapping[str, type[_Table]] = {
+_NAMED: Mapping[Any, type[_Table]] = {
     "worlds": World,
     "arms": Arm,
     "warmups": Warmup,
@@ -215,21 +196,15 @@ _NAMED: Mapping[str, type[_Table]] = {
 }
 
 
-def _unknown(data: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key that does not exist, with the nearest that does."""
-    places: list[tuple[str, Any, type[_Table]]] = [("", data, StudyFile)]
-    for kind, model in _NAMED.items():
-        found = data.get(kind)
-        if isinstance(found, Mapping):
-            places += [(f"{kind}.{name}.", table, model) for name, table in found.items()]
-    for prefix, table, model in places:
-        for key in table if isinstance(table, Mapping) else ():
-            if key not in model.model_fields:
-                known = ", ".join([*model.model_fields, *([] if prefix else [BASE, SMOKE])])
-                yield (
-                    f"unknown key '{prefix}{key}'; expected one of"
-                    f" {known}.{errors.nearest(key, model.model_fields)}"
-                )
+def _fault(kind: str, place: Sequence[str | int], why: str, value: Any) -> str:
+    """A sentence for a fault; for a key that does not exist one with the nearest that does."""
+    name = ".".join(map(str, place))
+    if kind != "extra_forbidden":
+        return f"'{name}': got {shown(value)}; {why}."
+    model = _NAMED[place[0]] if len(place) > 1 else StudyFile
+    known = [*model.model_fields, *([] if len(place) > 1 else ["base", SMOKE])]
+    hint = errors.nearest(str(place[-1]), known)
+    return f"unknown key '{name}'; expected one of {', '.join(known)}.{hint}"
 
 
 def _names_wrong(study: StudyFile) -> Iterator[str]:
@@ -240,11 +215,10 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
             " in .jsonl."
         )
     every = {**study.worlds, **study.arms}
-    used: list[tuple[str, str | None, Mapping[str, Any], str]] = [
-        *(("only", one, every, "worlds] and [arms") for one in study.only),
-        ("baseline", study.baseline, study.arms, "arms"),
-        *(("primary", one, study.arms, "arms") for one in study.primaries),
-    ]
+    used: list[tuple[str, str | None, Mapping[str, Any], str]] = []
+    used += [("only", one, every, "worlds] and [arms") for one in study.only]
+    used.append(("baseline", study.baseline, study.arms, "arms"))
+    used += [("primary", one, study.arms, "arms") for one in study.primaries]
     for name, world in study.worlds.items():
         used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))
         if world.warmup is None and len(study.warmups) > 1:
@@ -261,8 +235,6 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
     for name, arm in study.arms.items():
         used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
         used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))
-        used.append((f"arms.{name}.warmup", arm.warmup, study.warmups, "warmups"))
-        used += [(f"arms.{name}.worlds", one, study.worlds, "worlds") for one in arm.worlds or ()]
     for place, value, known, kind in used:
         if value and value not in known:
             there = quoted(known) or "none"
@@ -277,25 +249,21 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
 
 
 def _buffer_wrong(study: StudyFile, name: str) -> Iterator[str]:
-    """A sentence for each key of a buffer that goes with no other, or with its source not."""
+    """A sentence if a buffer is made from another one in a way that does not go."""
     made = study.buffers[name]
     if not made.made_from:
-        for key in sorted({"margin", "only_best"} & made.model_fields_set):
-            yield f"'buffers.{name}.{key}' would have no effect without prune."
         return
     key, *others = made.made_from
     if others:
         yield f"'buffers.{name}': got {key} and {others[0]}; expected one of them."
     source = study.buffers.get(made.made_from[key])
-    done = next(iter(source.made_from), None) if source is not None else None
-    if done == "prune" and key == "prune":
-        yield f"'buffers.{name}.prune': '{made.prune}' is pruned itself; name its source."
-    elif done is not None and done != "prune":
+    # A control may be one of a pruned buffer.
+    if source is not None and source.made_from and (key == "prune" or source.prune is None):
         yield (
-            f"'buffers.{name}.{key}': got '{made.made_from[key]}', which is a control itself;"
-            " name its source."
+            f"'buffers.{name}.{key}': got '{made.made_from[key]}', which is made from another"
+            " buffer itself; name its source."
         )
-    used = {"prune", "margin", "only_best", "settings"} if key == "prune" else {key}
+    used = {"prune", "settings"} if key == "prune" else {key}
     if own := made.model_fields_set - used - {*others}:
         yield (
             f"'buffers.{name}.{min(own)}' would have no effect: it is made from"

@@ -7,19 +7,20 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from treegraft import Config, SettingError, load_config
-from treegraft.extras.lab.report.records import LABELS
-from treegraft.extras.lab.study.file import SMOKE, Arm, StudyFile, read_study
+from treegraft.extras.lab.study.file import SMOKE, StudyFile, read_study
 from treegraft.extras.lab.text import counted, quoted
 from treegraft.parts import errors, recipe, setting_rows, value_of
 
 Tables = Mapping[str, Any]
 
+LABELS = ("run.name", "run.dir", "run.seed")
+"""Settings that tell runs of one method apart."""
 _WORK = ("run.num_threads", "model.", "tasks.", "format.", "tools.", "environment.", "reward.")
 _LIMITS = (
     "rollout.max_completion_tokens",
@@ -27,17 +28,10 @@ _LIMITS = (
     "rollout.max_tool_calls",
     "rollout.deadline_s",
 )
-PORTABLE = {
-    "learn": {"compile_kernels": False},
-    "engine": {"native": {"compile_kernels": False}},
-}
-"""Settings of a portable study: our kernels are compiled for the processor at hand."""
 OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
 """Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
 OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
-"""The same of a scripted expert's buffers."""
-OF_AGENT = (*OF_EXPERT, "buffer.build.", "rollout.", "engine.", "learn.")
-"""The same of other agents' buffers."""
+"""The same of buffers."""
 Needed: TypeAlias = "WarmupPlan | BufferPlan"
 
 
@@ -69,11 +63,9 @@ class BufferPlan:
     world: str
     pair: int
     config: Config
-    agent: str
     samples: int
     keep: int
     min_reward: float
-    num_tasks: int | None
     fingerprint: str
     source: BufferPlan | None = None
     """The buffer that it is made from; None for one that an agent builds."""
@@ -81,8 +73,6 @@ class BufferPlan:
     """How the steps of `source` are mixed up, by `study.controls.CONTROLS`; "" for one that is
     built, or pruned with the weights of `warmup`."""
     warmup: WarmupPlan | None = None
-    margin: float = 0.0
-    only_best: bool = False
 
     @property
     def file(self) -> str:
@@ -111,10 +101,6 @@ class RunPlan:
     tuning: Mapping[str, float]
     shown: Mapping[str, Any]
     """The settings in which runs of the study differ, by dotted name."""
-    told: Collection[str]
-    """Settings that do not have their default."""
-    defaults: Mapping[str, Any]
-    """All settings' defaults in this run, with this version."""
     fingerprint: str
     """Equal for runs that are one and the same, such as those of an arm without a buffer in two
     worlds that differ in the expert alone."""
@@ -171,20 +157,14 @@ def make_plan(
     _refuse_unknown(only, study, path)
     planner = _Planner(study, path)
     num_pairs = study.pairs if pairs is None else pairs
-    worlds, arms = (_chosen(kind, only, study.only) for kind in (study.worlds, study.arms))
+    worlds = _chosen(study.worlds, only, study.only)
+    arms = _chosen(study.arms, only, study.only)
     runs = [
         planner.run(world, arm, pair)
         for pair in range(num_pairs)
         for world in worlds
         for arm in arms
-        if world in (study.arm(arm).worlds or study.worlds)
     ]
-    if not runs:
-        raise SettingError(
-            f"{path}: no run is left: --only {quoted(only)} names arms and worlds"
-            " that do not go together.",
-            code="no-run-left",
-        )
     removed = () if any(name in study.arms for name in only) else study.removed
     gone = {(world, arm, pair) for world in worlds for arm in removed for pair in range(num_pairs)}
     return Plan(path=path, study=study, runs=runs, removed=gone)
@@ -209,11 +189,11 @@ def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Settings that all pairs share but for the seed, with those that tell them from others."""
+    """Settings that all pairs share but for the seed."""
 
     config: Config
     told: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    """The values of those that are not at their default."""
     idle: Mapping[str, Sequence[str]]
     """Why settings have no effect, by their names."""
 
@@ -234,9 +214,10 @@ class _Loaded:
 
 class _Planner:
     def __init__(self, study: StudyFile, path: Path) -> None:
-        self._study, self._path = study, path
-        self._loaded: dict[tuple[str, ...], _Loaded] = {}
-        self._arms: dict[str, Arm] = {}
+        self._study = study
+        self._path = path
+        self._loaded: dict[str, _Loaded] = {}
+        """By what they are the settings of."""
         place = path.parent / study.recipe
         try:
             self._recipe = recipe.read_based(place if place.is_file() else Path(study.recipe))
@@ -245,27 +226,24 @@ class _Planner:
             raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
         kinds = (study.worlds, study.arms, study.buffers)
         tables = [one.settings for kind in kinds for one in kind.values()]
-        self._differing = sorted(
-            {name for one in tables for name in recipe.flatten(one)}
-            & {row.name for row in _of_defaults()}
-        )
+        named = {name for one in tables for name in recipe.flatten(one)}
+        self._differing = sorted(named & {row.name for row in setting_rows(Config())})
 
     def run(self, world: str, arm: str, pair: int) -> RunPlan:
         """One run with all that it needs."""
-        study, own = self._study, self._arm(arm)
-        warmup = self._warmup(world, own.warmup, pair)
+        own = self._study.arm(arm)
+        warmup = self._warmup(world, pair)
         buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair, warmup)
         loaded = self._of_run(world, arm, is_warm=warmup is not None)
         is_used = buffer is not None or loaded.reads_buffer
-        shown = {
-            name: value_of(
-                buffer.config if buffer is not None and _is_source(name) else loaded.config, name
-            )
-            for name in self._differing
-            if is_used or not _is_source(name)
-        }
-        told = {n: value for n, value in loaded.told.items() if is_used or not _is_source(n)}
-        seed, command = study.first_seed + pair, own.command or "train"
+        source = loaded.config if buffer is None else buffer.config
+        shown = {}
+        for name in self._differing:
+            if is_used or name not in _sources():
+                shown[name] = value_of(source if name in _sources() else loaded.config, name)
+        told = {n: value for n, value in loaded.told.items() if is_used or n not in _sources()}
+        seed = self._study.first_seed + pair
+        command = own.command or "train"
         parts = [command, seed, told, *(one and one.fingerprint for one in (warmup, buffer))]
         return RunPlan(
             world=world,
@@ -281,39 +259,26 @@ class _Planner:
                 "cpu_s": own.tuning_cpu_s,
             },
             shown=shown,
-            told=tuple(loaded.told),
-            defaults=loaded.defaults,
-            fingerprint=self._hash(parts),
+            fingerprint=_hash(parts),
         )
-
-    def _arm(self, name: str) -> Arm:
-        if name not in self._arms:
-            self._arms[name] = self._study.arm(name)
-        return self._arms[name]
 
     def _of_run(self, world: str, arm: str, *, is_warm: bool) -> _Loaded:
         where = f"arm '{arm}' in world '{world}'"
-        if ("run", world, arm) not in self._loaded:
-            tables = self._tables(self._study.worlds[world].settings)
-            if is_warm:
-                # What the recipe says there has been done by the study's warm-up.
-                tables.pop("warmup", None)
-            loaded = self._load(recipe.merged(tables, self._arm(arm).settings), where)
-            self._refuse_idle(arm, loaded, where)
-            self._loaded["run", world, arm] = loaded
-        return self._loaded["run", world, arm]
+        tables = self._tables(self._study.worlds[world].settings)
+        if is_warm:
+            # What the recipe says there has been done by the study's warm-up.
+            tables.pop("warmup", None)
+        loaded = self._load(recipe.merged(tables, self._study.arm(arm).settings), where)
+        self._refuse_idle(arm, loaded, where)
+        return loaded
 
     def _tables(self, *more: Tables) -> dict[str, Any]:
-        own = PORTABLE if self._study.portable else {}
-        return recipe.merged(
-            {"run": {"num_threads": 1}}, self._recipe, self._study.settings, *more, own
-        )
-
-    def _hash(self, parts: Sequence[Any]) -> str:
-        # Only where it is asked for, so that the lines of other studies keep theirs.
-        return _hash([*parts, "portable"] if self._study.portable else parts)
+        own = {"run": {"num_threads": 1}}
+        return recipe.merged(own, self._recipe, self._study.settings, *more)
 
     def _load(self, tables: Tables, where: str) -> _Loaded:
+        if where in self._loaded:
+            return self._loaded[where]
         try:
             config = load_config(tables)
         except SettingError as error:
@@ -322,13 +287,11 @@ class _Planner:
                 "\n".join(f"{self._path}: {where}: {line}" for line in lines), code="study-invalid"
             ) from error
         rows = [row for row in setting_rows(config) if row.name not in LABELS]
-        # Without those at their default, so that settings of later versions change nothing; where
-        # a default changes, the tables say so.
+        # Without those at their default, so that settings of later versions change nothing.
         told = {row.name: row.value for row in rows if not row.is_default}
-        # As they are read back from a file of results.
-        plain = {row.name: row.default for row in rows}
-        defaults = json.loads(json.dumps(plain, default=str))
-        return _Loaded(config, told, defaults, {row.name: row.idle for row in rows if row.idle})
+        idle = {row.name: row.idle for row in rows if row.idle}
+        self._loaded[where] = _Loaded(config, told, idle)
+        return self._loaded[where]
 
     def _refuse_idle(self, arm: str, loaded: _Loaded, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
@@ -341,43 +304,40 @@ class _Planner:
                     code="override-idle",
                 )
 
-    def _warmup(self, world: str, of_arm: str | None, pair: int) -> WarmupPlan | None:
+    def _warmup(self, world: str, pair: int) -> WarmupPlan | None:
         study = self._study
-        name = study.worlds[world].warmup if of_arm is None else of_arm
+        name = study.worlds[world].warmup
         if name is None:
             name = next(iter(study.warmups), "")
         if not name:
             return None
-        if ("warmup", name) not in self._loaded:
-            tables = self._tables(study.warmups[name].settings)
-            loaded = self._load(tables, f"warm-up '{name}'")
-            if not loaded.config.warmup.num_steps:
-                raise SettingError(
-                    f"{self._path}: warm-up '{name}': warmup.num_steps is 0; expected at least 1,"
-                    f" in the recipe or in [warmups.{name}.settings.warmup].",
-                    code="nothing-to-imitate",
-                )
-            self._loaded["warmup", name] = loaded
-        loaded, seed = self._loaded["warmup", name], study.first_warmup_seed + pair
-        fingerprint = self._hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
+        loaded = self._load(self._tables(study.warmups[name].settings), f"warm-up '{name}'")
+        if not loaded.config.warmup.num_steps:
+            raise SettingError(
+                f"{self._path}: warm-up '{name}': warmup.num_steps is 0; expected at least 1,"
+                f" in the recipe or in [warmups.{name}.settings.warmup].",
+                code="nothing-to-imitate",
+            )
+        seed = study.first_warmup_seed + pair
+        fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
         config = loaded.seeded(seed)
         return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
 
     def _buffer(self, name: str, world: str, pair: int, warmup: WarmupPlan | None) -> BufferPlan:
-        study, own = self._study, self._study.buffers[name]
-        if ("buffer", name, world) not in self._loaded:
-            tables = self._tables(study.worlds[world].settings, own.settings)
-            where = f"buffer '{name}' in world '{world}'"
-            self._loaded["buffer", name, world] = self._load(tables, where)
-        loaded, seed = self._loaded["buffer", name, world], study.first_seed + pair
-        told = loaded.told_of(OF_EXPERT if own.agent == "expert" else OF_AGENT)
-        work = own.model_dump(include={"agent", "samples", "keep", "min_reward", "num_tasks"})
+        study = self._study
+        own = study.buffers[name]
+        tables = self._tables(study.worlds[world].settings, own.settings)
+        loaded = self._load(tables, f"buffer '{name}' in world '{world}'")
+        seed = study.first_seed + pair
+        work = own.model_dump(include={"samples", "keep", "min_reward"})
+        # Keys of a buffer in 0.8's development, so that its lines of results count.
+        parts = {"agent": "expert", "num_tasks": None, **work}
         made = BufferPlan(
             name=name,
             world=world,
             pair=pair,
             config=loaded.seeded(seed),
-            fingerprint=_hash(["buffer", seed, told, work]),
+            fingerprint=_hash(["buffer", seed, loaded.told_of(OF_EXPERT), parts]),
             **work,
         )
         if not own.made_from:
@@ -394,26 +354,20 @@ class _Planner:
                 f" '{world}' has none; name one there.",
                 code="warmup-missing",
             )
-        how = [own.margin, own.only_best]
+        # The margin of pruning, and whether only the best trajectories count.
+        how = [0.0, False]
         return replace(
             made,
             source=source,
             warmup=warmup,
-            margin=own.margin,
-            only_best=own.only_best,
             fingerprint=_hash(["pruned", source.fingerprint, warmup.fingerprint, how]),
         )
 
 
 @functools.cache
-def _of_defaults() -> list[Any]:
-    """The rows of all settings of the default configuration."""
-    return list(setting_rows(Config()))
-
-
-@functools.cache
-def _is_source(name: str) -> bool:
-    return any(row.is_source for row in _of_defaults() if row.name == name)
+def _sources() -> set[str]:
+    """The settings that decide whose steps are retrieved."""
+    return {row.name for row in setting_rows(Config()) if row.is_source}
 
 
 def _hash(parts: Any) -> str:

@@ -1,64 +1,60 @@
-"""Worker processes: one job each at a time, ended together with the process that started them."""
+"""Worker processes of a study: one for each job, ended together with the process that started
+them."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from treegraft import TreegraftError
-from treegraft.parts import plain
+from treegraft.parts import interrupt, plain
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-PORTABLE = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
-"""Environment in which MKL and torch take the same path on every x86 processor; read when they are
-loaded."""
+LOADED = ("torch", "transformers.models.llama.modeling_llama", "treegraft.extras.lab.study.work")
+"""Modules that a job would import most of its time."""
 END_S = 120.0
 """How long a worker may take to save and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended: Outcome(job, {"curve": [...]})."""
+    """How a job ended: Outcome(job, {"curve": [...]})"""
 
     job: Any
     result: Any = None
     error: str = ""
-    """What it failed with; "" where it did not."""
+    """What it failed with; "" if it did not."""
 
 
 class Pool:
-    """Processes that call one function with one job after another.
+    """Up to `num` processes at a time that call one function with one job each.
 
-    Each is a fresh interpreter at one thread. A terminal's Ctrl-C does not reach them: the process
-    that started them decides, see `end`.
+    They run at one thread. A job's memory goes back to the system with its process. A terminal's
+    Ctrl-C does not reach them: the process that started them decides, see `end`.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], num: int, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Args: environment: further variables of the processes; None for none."""
-        self._function, self.num = function, num
-        self._environment = dict.fromkeys(THREADS, "1") | dict(environment or {})
-        self._workers: dict[Connection, Any] = {}
-        self._jobs: dict[Connection, Any] = {}
-        self._idle: list[Connection] = []
+    def __init__(self, function: Callable[..., Any], num: int) -> None:
+        self.num = num
+        self._function = function
+        self._context = _loaded()
+        self._workers: dict[Connection, tuple[Any, Any]] = {}
+        """Jobs and their processes."""
 
     @property
     def num_running(self) -> int:
         """Jobs under way."""
-        return len(self._jobs)
+        return len(self._workers)
 
     @property
     def has_room(self) -> bool:
@@ -67,140 +63,92 @@ class Pool:
 
     def start(self, job: Any) -> None:
         """Begins a job."""
-        while self._idle:
-            connection = self._idle.pop()
-            try:
-                connection.send(job)
-            except OSError:  # it was killed while it had no job
-                self._workers.pop(connection).join()
-            else:
-                self._jobs[connection] = job
-                return
-        connection = self._hire()
-        self._jobs[connection] = job
-        connection.send(job)
+        ours, theirs = self._context.Pipe()
+        arguments = (theirs, self._function, job)
+        process = self._context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self._workers[ours] = (job, process)
 
-    def _hire(self) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        before = {name: os.environ.get(name) for name in self._environment}
-        # Its start would let SIGINT through.
-        resource_tracker.ensure_running()
-        # A worker that is still being loaded gets the signal when it can heed it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        # Read once, when the libraries of the new process are loaded.
-        os.environ |= self._environment
-        try:
-            worker.start()
-            self._workers[ours] = worker
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-            theirs.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return ours
-
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self, timeout_s: float | None = None) -> Iterator[Outcome]:
         """Waits for the end of a job or more, and yields how each ended."""
-        return self._answers(None)
-
-    def _answers(self, timeout_s: float | None) -> Iterator[Outcome]:
-        for connection in wait(list(self._jobs), timeout_s):
+        for connection in wait(list(self._workers), timeout_s):
             assert isinstance(connection, Connection)
-            job = self._jobs.pop(connection)
+            job, process = self._workers.pop(connection)
             try:
-                result, error = connection.recv()
+                answer = connection.recv()
             except (EOFError, ConnectionResetError):
-                worker = self._workers.pop(connection)
-                worker.join()
-                status = worker.exitcode
-                cause = (
-                    f"signal {-status}, of the system where memory ran out"
-                    if status and status < 0
-                    else f"exit code {status}"
-                )
-                yield Outcome(job, error=f"its process has ended ({cause})")
-            else:
-                self._idle.append(connection)
-                yield Outcome(job, result, error)
+                answer = None
+            process.join()
+            connection.close()
+            yield Outcome(job, *(answer or (None, _cause(process.exitcode))))
 
     def end(self) -> Iterator[Outcome]:
         """Ends all workers, and yields how those jobs ended that were done by then; a worker that
         trains saves its state first."""
-        yield from self._answers(0.0)
-        for connection, worker in self._workers.items():
-            if worker.pid is not None and connection in self._jobs:
-                with suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGINT)
+        yield from self.outcomes(0.0)
+        for _, process in self._workers.values():
+            process.terminate()
         deadline = time.monotonic() + END_S
-        while self._jobs and (left_s := deadline - time.monotonic()) > 0:
+        while self._workers and (left_s := deadline - time.monotonic()) > 0:
             # What ends without a result now was interrupted.
-            yield from (one for one in self._answers(left_s) if not one.error)
-        for connection in self._idle:
-            # A worker without a job reads the end of the connection.
-            connection.close()
-        for worker in self._workers.values():
-            worker.join(max(0.0, deadline - time.monotonic()))
+            yield from (one for one in self.outcomes(left_s) if not one.error)
         self.kill()
 
     def kill(self) -> None:
         """Ends all workers that are left, at once."""
-        for worker in self._workers.values():
-            worker.kill()
-            worker.join()
+        for connection, (_, process) in self._workers.items():
+            process.kill()
+            process.join()
+            connection.close()
         self._workers.clear()
-        self._jobs.clear()
-        self._idle.clear()
 
 
-def _work(connection: Connection, function: Callable[..., Any]) -> None:
+def _cause(status: int | None) -> str:
+    """Why a process has ended without an answer."""
+    if status is not None and status < 0:
+        return f"its process has ended (signal {-status}, of the system if memory ran out)"
+    return f"its process has ended (exit code {status})"
+
+
+def _loaded() -> ForkServerContext:
+    """A context whose processes are forks of one that has loaded everything, at one thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    before = {name: os.environ.get(name) for name in THREADS}
+    # Read once, when the libraries are loaded.
+    os.environ |= dict.fromkeys(THREADS, "1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+    return context
+
+
+def _work(connection: Connection, function: Callable[..., Any], job: Any) -> None:
     # Signals of the terminal go to its whole group of processes.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(KeyboardInterrupt):
-        # Ignored where a script has started the study with `&`; held back by `_hire`.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        while _answer(connection, function):
-            # What is left are modules, which the collector need not look at in every further job,
-            # and perhaps a model that something still held: it is looked at again after the next.
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
-            _give_back()
-
-
-def _give_back() -> None:
-    """Hands freed memory back to the system: glibc keeps what a model's run has freed, 3.4 of 4.2
-    GB with SmolLM2, and in pieces that the next run cannot fill."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _answer(connection: Connection, function: Callable[..., Any]) -> bool:
-    """Does the next job; False where there is none."""
-    try:
-        job = connection.recv()
-    except (EOFError, OSError):
-        return False
-    try:
-        answer = (function(job), "")
-    except TreegraftError as error:
-        answer = (None, plain(str(error)))
-    except Exception:  # of a job, which must not end the others
-        answer = (None, traceback.format_exc())
-    # A result that is there is handed over, whatever comes.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    with suppress(OSError):
-        connection.send(answer)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    return True
+    # A study that `nohup` or a script's `&` has started still ends its workers by SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with suppress(KeyboardInterrupt), interrupt.others_as_ctrl_c():
+        try:
+            answer = (function(job), "")
+        except TreegraftError as error:
+            answer = (None, plain(str(error)))
+        except Exception:  # of a job, which must not end the others
+            answer = (None, traceback.format_exc())
+        # A result that is there is handed over, whatever comes.
+        signal.pthread_sigmask(signal.SIG_BLOCK, interrupt.OTHERS)
+        with suppress(OSError):
+            connection.send(answer)
 
 
 def _end_with_parent() -> None:
-    """Ends this process where the one that started it was killed: another may go on with its
-    run."""
+    """Ends this process if the one that started it was killed: another may go on with its run."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -2,118 +2,71 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
 from treegraft.extras.lab.study.plan import RunPlan
-from treegraft.extras.lab.text import counted
-from treegraft.parts import files, metrics, setting_rows
+from treegraft.parts import files, metrics
 
 Line = dict[str, Any]
 Key = tuple[str, str, int]
 
 CALLS, REPLAYED = metrics.CALLS
-"""Replayed calls, which an environment had to repeat, count as executed, and as shown."""
-TOKENS, SECONDS = "rollout/num_sampled_tokens", "time/cpu_s"
-DEFAULTS_OF = "defaults_of"
-SHOWN = "rollout/num_shown_calls"
-"""Executed calls, and grafted ones."""
-COSTS = (CALLS, SHOWN, TOKENS, SECONDS)
+"""Replayed calls, which an environment had to repeat, count as executed."""
+TOKENS = "rollout/num_sampled_tokens"
+SECONDS = "time/cpu_s"
+COSTS = (CALLS, TOKENS, SECONDS)
+BY_UPDATE = (CALLS, TOKENS, "learn/entropy", "time/rollout_s", "time/learn_s")
+"""Metrics of each update that a line holds beside its curve."""
 
 
 def read_results(path: Path) -> list[Line]:
-    """Returns the runs of a file of results, those of failed runs, which have "error" and no
-    curve, included; a last one that a crash cut off is left out.
+    """Returns the finished runs of a file of results; a last line that a crash cut off is left out.
 
     Raises:
         DataError: a line that holds no run.
     """
     found: list[Line] = []
-    for number, text in _texts(path):
-        try:
-            line = json.loads(text)
-            if DEFAULTS_OF in line:
-                continue
-            line["world"], line["method"], line["seed"]
-            line["error"] if "error" in line else line["curve"][-1]["accuracy"]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise DataError(
-                f"'{path}', line {number}: not a run of a study ({error!r}); expected an object"
-                " with world, method, seed and curve. Remove the line, and the run is made again.",
-                code="study-line-invalid",
-            ) from error
-        found.append(line)
-    return found
-
-
-def _texts(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        for number, text in files.LineFile(path).lines():
-            yield number, text
-    except UnicodeDecodeError as error:
+        for number, text in files.LineFile(path).lines():  # noqa: B007
+            line = json.loads(text)
+            # Files of 0.7 and 0.8 also have lines of default settings and of runs that failed.
+            if "defaults_of" in line or "error" in line:
+                continue
+            line["world"], line["method"], line["seed"], line["curve"][-1]["accuracy"]
+            found.append(line)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        # Of bytes that are no UTF-8, the line before was the last one read.
+        number += isinstance(error, UnicodeDecodeError)
         raise DataError(
-            f"'{path}', line {number + 1}: not UTF-8 ({error.reason}). Remove the line, and the run"
-            " is made again.",
+            f"'{path}', line {number}: not a run of a study ({error!r}); expected an object with"
+            " world, method, seed and curve. Remove the line, and the run is made again.",
             code="study-line-invalid",
         ) from error
-
-
-def failed_runs(path: Path, runs: Sequence[RunPlan]) -> dict[Key, Line]:
-    """Returns the last failure of those of these runs that have no result."""
-    known, keys = known_runs(path, runs)[0], {(*run.key, run.fingerprint) for run in runs}
-    return {
-        key_of(line): line
-        for line in read_results(path)
-        if "error" in line
-        and (*key_of(line), line.get("fingerprint")) in keys
-        and key_of(line) not in known
-    }
+    return found
 
 
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
     """Returns the results of these runs by world, arm and pair, and how many lines the file has of
-    finished runs of theirs with other settings.
-
-    A line gets "changed": the settings that had another value in its run, since their default was
-    another one then, with both values.
-    """
-    lines = [line for line in read_results(path) if "error" not in line]
-    by_key = {(*key_of(line), line.get("fingerprint")): line for line in lines}
-    found = {
-        run.key: by_key[*run.key, run.fingerprint]
-        for run in runs
-        if (*run.key, run.fingerprint) in by_key
-    }
-    defaults = _defaults(path)
-    for run in runs:
-        # Lines of earlier versions have none.
-        then = defaults.get(str(found.get(run.key, {}).get("defaults")))
-        if then is not None:
-            idle = {row.name for row in setting_rows(run.config) if row.idle}
-            found[run.key]["changed"] = {
-                name: [then[name], now]
-                for name, now in run.defaults.items()
-                if name not in run.told
-                and name in then
-                and then[name] != now
-                # Such as the backend of a tool that the run does not use.
-                and name not in idle
-            }
+    finished runs of theirs with other settings."""
+    by_key = {(*key_of(line), line.get("fingerprint")): line for line in read_results(path)}
+    wanted = {(*run.key, run.fingerprint) for run in runs}
+    found = {full[:3]: line for full, line in by_key.items() if full in wanted}
     # Lines of other arms belong to studies that share the file.
-    keys, wanted = {run.key for run in runs}, {(*run.key, run.fingerprint) for run in runs}
-    return found, sum(key_of(line) in keys and full not in wanted for full, line in by_key.items())
+    keys = {run.key for run in runs}
+    num_others = sum(full[:3] in keys and full not in wanted for full in by_key)
+    return {run.key: found[run.key] for run in runs if run.key in found}, num_others
 
 
 def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     """Returns the finished runs of arms that a study has no more, with a mark at their names; the
     last line of each key, since nothing tells which settings the study gave them."""
-    found = {key_of(line): line for line in read_results(path) if "error" not in line}
+    found = {key_of(line): line for line in read_results(path)}
     return [
         {**line, "method": f"{line['method']} (removed since)"}
         for key, line in found.items()
@@ -121,48 +74,16 @@ def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     ]
 
 
-def _defaults(path: Path) -> dict[str, Mapping[str, Any]]:
-    """The tables of defaults that lines name."""
-    found = (json.loads(text) for _, text in _texts(path) if f'"{DEFAULTS_OF}"' in text)
-    return {line[DEFAULTS_OF]: line["defaults"] for line in found if DEFAULTS_OF in line}
-
-
-def changes(lines: Iterable[Line]) -> list[str]:
-    """Returns a sentence for each setting whose default has changed since some runs."""
-    counts = Counter(
-        (name, json.dumps(then), json.dumps(now))
-        for line in lines
-        for name, (then, now) in line.get("changed", {}).items()
-    )
-    return [
-        f"{name} was {then} in {counted(count, 'run')} already there, and is {now} now by default"
-        for (name, then, now), count in sorted(counts.items())
-    ]
-
-
 def mixed_pairs(lines: Iterable[Line]) -> list[int]:
-    """Returns the pairs of these lines, of one world, whose runs did not all begin with the same
-    weights: a warm-up of equal seeds ends as another agent on another kind of processor. Runs
-    without one are left out.
-
-    Lines of earlier versions have no checksum of weights; those are told by their processor.
-    """
-    weights, places = defaultdict[Any, set[str]](set), defaultdict[Any, set[str]](set)
+    """Returns the pairs of these lines, of one world, in which a warm-up ended with several
+    weights: with equal seeds it ends as another agent on another kind of processor."""
+    weights = defaultdict[Any, set[str]](set)
     for line in lines:
-        # The recipe's model is the same on every machine.
-        if line.get("warmup") is None and line.get("warmup_seed") is None:
-            continue
         # Arms with a warm-up of their own begin with other weights on purpose.
-        begun = (line["seed"], (line.get("warmup") or {}).get("fingerprint"))
-        places[begun].add(str((line.get("machine") or {}).get("cpu", "")))
-        weights[begun].add(line.get("weights") or "")
-    return sorted(
-        {
-            begun[0]
-            for begun, own in weights.items()
-            if len(own - {""}) > 1 or ("" in own and len(places[begun]) > 1)
-        }
-    )
+        warmup = (line.get("warmup") or {}).get("fingerprint")
+        if warmup and line.get("weights"):
+            weights[line["seed"], warmup].add(line["weights"])
+    return sorted({pair for (pair, _), own in weights.items() if len(own) > 1})
 
 
 def key_of(line: Line) -> Key:
@@ -177,16 +98,7 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
     Args:
         found: the results, with date and machine.
     """
-    tables = _defaults(path)
     for run in runs:
-        text = json.dumps(run.defaults, sort_keys=True)
-        defaults = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        # Once a file; a run that stands for an equal one keeps that one's.
-        if defaults not in tables and "defaults" not in found:
-            files.LineFile(path).append(
-                json.dumps({DEFAULTS_OF: defaults, "defaults": run.defaults})
-            )
-            tables[defaults] = run.defaults
         line = {
             "world": run.world,
             "method": run.arm,
@@ -194,12 +106,25 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             "run_seed": run.config.run.seed,
             "warmup_seed": None if run.warmup is None else run.warmup.config.run.seed,
             "fingerprint": run.fingerprint,
-            "defaults": defaults,
             **found,
-            **({"tuning": dict(run.tuning)} if any(run.tuning.values()) else {}),
             "settings": dict(run.shown),
         }
+        if any(run.tuning.values()):
+            line["tuning"] = dict(run.tuning)
         files.LineFile(path).append(json.dumps(line, default=str))
+
+
+_OF_PLAN = (
+    "world",
+    "method",
+    "seed",
+    "run_seed",
+    "warmup_seed",
+    "fingerprint",
+    "tuning",
+    "settings",
+)
+"""Keys of a line that say which run of which study it is."""
 
 
 def repair(path: Path, runs: Sequence[RunPlan]) -> None:
@@ -207,27 +132,12 @@ def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     that has its line, also under the name of another study's arm."""
     files.LineFile(path).drop_cut()
     known = known_runs(path, runs)[0]
-    finished = [line for line in read_results(path) if "error" not in line]
-    by_fingerprint = {line.get("fingerprint"): line for line in finished}
+    by_fingerprint = {line.get("fingerprint"): line for line in read_results(path)}
     for run in runs:
         if run.key not in known and run.fingerprint in by_fingerprint:
-            same = _without_own(by_fingerprint[run.fingerprint])
-            add_results(path, [run], {"defaults": None} | same)
-
-
-def _without_own(line: Line) -> Line:
-    own = (
-        "world",
-        "method",
-        "seed",
-        "run_seed",
-        "warmup_seed",
-        "fingerprint",
-        "tuning",
-        "settings",
-        "changed",
-    )
-    return {name: value for name, value in line.items() if name not in own}
+            same = by_fingerprint[run.fingerprint]
+            own = {name: value for name, value in same.items() if name not in _OF_PLAN}
+            add_results(path, [run], own)
 
 
 def curve(
@@ -265,50 +175,39 @@ def curve(
     return points
 
 
-BY_UPDATE = (CALLS, TOKENS, "learn/entropy", "time/rollout_s", "time/learn_s")
-"""Metrics of each update that a line holds beside its curve."""
-
-
-def by_update(lines: Sequence[Mapping[str, float]], more: Mapping[int, Line]) -> Line:
-    """Returns metrics of updates as columns, "update" first, None where one was not recorded.
+def by_update(lines: Sequence[Mapping[str, float]]) -> Line:
+    """Returns metrics of updates as columns, "update" first, None if one was not recorded.
 
     Args:
         lines: of metrics.jsonl; that of update 0 is left out.
-        more: further metrics by update.
     """
-    own = [
-        {**line, **more.get(int(line["update"]), {})}
-        | ({CALLS: _spent(line, CALLS)} if CALLS in line else {})
-        for line in lines
-        if line["update"] > 0
-    ]
-    keys = [key for key in (*BY_UPDATE, *_keys(more)) if any(key in one for one in own)]
-    columns: Line = {"update": [int(one["update"]) for one in own]}
-    for key in keys:
-        # Six digits are more than a figure shows.
-        columns[key] = [float(f"{one[key]:.6g}") if key in one else None for one in own]
+    lines = [line for line in lines if line["update"] > 0]
+    columns: Line = {"update": [int(line["update"]) for line in lines]}
+    for key in BY_UPDATE:
+        values = [_spent(line, key) if key in line else None for line in lines]
+        if any(value is not None for value in values):
+            # Six digits are more than a figure shows.
+            columns[key] = [None if one is None else float(f"{one:.6g}") for one in values]
     return columns
-
-
-def _keys(more: Mapping[int, Line]) -> Sequence[str]:
-    return list(dict.fromkeys(key for one in more.values() for key in one))
 
 
 def _measured(line: Mapping[str, float]) -> dict[str, float]:
     """The accuracies of a line, the one that curves show first; none without an evaluation."""
-    kinds = ("eval/accuracy_sampled", "eval/accuracy")
-    found = [line[kind] for kind in kinds if kind in line]
-    # The second is the greedy one, where both were measured.
-    also = {kind: line[kind] for kind in kinds[1:] if len(found) > 1}
-    also |= {key: value for key, value in line.items() if key.startswith("eval/pass_")}
-    return {"accuracy": found[0], **also} if found else {}
+    kinds = [kind for kind in ("eval/accuracy_sampled", "eval/accuracy") if kind in line]
+    if not kinds:
+        return {}
+    found = {"accuracy": line[kinds[0]]}
+    # The second is the greedy one, if both were measured.
+    found |= {kind: line[kind] for kind in kinds[1:]}
+    return found | {key: value for key, value in line.items() if key.startswith("eval/pass_")}
 
 
 def _spent(line: Mapping[str, float], cost: str) -> float:
+    own = line.get(cost, 0.0)
+    if cost == CALLS:
+        # An environment had to repeat them for a branch.
+        return own + line.get(REPLAYED, 0.0)
     if cost == SECONDS:
         # Imitation before the first update stands in the line of update 0.
-        return line.get(SECONDS, 0.0) + line.get("time/warmup_cpu_s", 0.0)
-    again = line.get(REPLAYED, 0.0) if cost in (CALLS, SHOWN) else 0.0
-    if cost == SHOWN and cost not in line:
-        return line.get(CALLS, 0.0) + line.get("graft/num_grafts", 0.0) + again
-    return line.get(cost, 0.0) + again
+        return own + line.get("time/warmup_cpu_s", 0.0)
+    return own

@@ -7,15 +7,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treegraft.extras.lab.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
-from treegraft.extras.lab.study.pool import PORTABLE, Outcome, Pool
-from treegraft.extras.lab.study.results import Key, Line, add_results, changes, known_runs, repair
+from treegraft.extras.lab.study.pool import Outcome, Pool
+from treegraft.extras.lab.study.results import Key, Line, add_results, known_runs, repair
 from treegraft.extras.lab.study.work import carry_out, note_of
 from treegraft.extras.lab.text import counted
 from treegraft.parts import errors, interrupt
@@ -45,34 +45,26 @@ def locked(out: Path, results: Path) -> Iterator[None]:
     Raises:
         StorageError: another process works with one of them, or it cannot be written to.
     """
-    with _held(out / ".lock", out), _held(results, results):
-        yield
+    # Imported here, since reading results needs no Unix.
+    import fcntl
 
-
-@contextmanager
-def _held(file: Path, named: Path) -> Iterator[None]:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = file.open("a")
-    except OSError as error:
-        raise errors.StorageError(
-            f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}').",
-            code="study-unwritable",
-        ) from error
-    with lock:
-        try:
-            import fcntl
-        except ImportError:  # not a Unix: no protection there
-            yield
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise errors.StorageError(
-                f"'{named}': another process is running a study in it; expected none. Wait for its"
-                " end, stop it with Ctrl-C, or name another folder with --out.",
-                code="study-in-use",
-            ) from error
+    with ExitStack() as stack:
+        for file, named in ((out / ".lock", out), (results, results)):
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(file.open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise errors.StorageError(
+                    f"'{named}': another process is running a study in it; expected none. Wait for"
+                    " its end, stop it with Ctrl-C, or name another folder with --out.",
+                    code="study-in-use",
+                ) from error
+            except OSError as error:
+                raise errors.StorageError(
+                    f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}').",
+                    code="study-unwritable",
+                ) from error
         yield
 
 
@@ -103,8 +95,6 @@ def run_study(
     with locked(out, results):
         repair(results, plan.runs)
         known, num_others = known_runs(results, plan.runs)
-        for change in changes(known.values()):
-            say(f"{results}: {change}; remove their lines, and they are made again")
         for run in plan.runs:
             # Of a process that was killed after it had written the line.
             if run.key in known:
@@ -132,8 +122,11 @@ class _Work:
         facts: Line,
         say: Say,
     ) -> None:
-        self._plan, self._out, self._results = plan, out, results
-        self._runs, self._facts, self._say = missing, facts, say
+        self._plan = plan
+        self._out = out
+        self._results = results
+        self._facts = facts
+        self._say = say
         self._waiting: list[Needed | RunPlan] = []
         for run in missing.values():
             for one in _in_order(run):
@@ -145,8 +138,7 @@ class _Work:
 
     def carry_out(self, workers: int, minutes: float | None) -> Ran:
         """Does the work with a pool of processes."""
-        own = PORTABLE if self._plan.study.portable else None
-        pool = Pool(functools.partial(carry_out, out=self._out), workers, own)
+        pool = Pool(functools.partial(carry_out, out=self._out), workers)
         stopped_by: int | None = None
         try:
             with interrupt.others_as_ctrl_c():
@@ -166,11 +158,10 @@ class _Work:
             finally:
                 pool.kill()
         known, _ = known_runs(self._results, self._plan.runs)
-        failures = {
-            run.key: text
-            for run in self._plan.runs
-            if (text := self._failed.get(run.fingerprint)) is not None
-        }
+        failures = {}
+        for run in self._plan.runs:
+            if run.fingerprint in self._failed:
+                failures[run.key] = self._failed[run.fingerprint]
         return Ran(
             num_done=len(known),
             num_left=len(self._plan.runs) - len(known),
@@ -195,41 +186,33 @@ class _Work:
             causes = [one for one in job.needs if one.fingerprint in self._failed]
             if causes:
                 self._waiting.remove(job)
-                self._fail(job, f"its {name_of(causes[0])} has failed")
+                self._failed[job.fingerprint] = f"its {name_of(causes[0])} has failed"
             elif all(note_of(one, self._out).is_file() for one in job.needs):
                 self._waiting.remove(job)
                 return job
         return None
 
     def _take(self, outcome: Outcome) -> None:
-        job, name = outcome.job, name_of(outcome.job)
+        job = outcome.job
+        name = name_of(job)
         self._running.discard(job.fingerprint)
         seconds = f"{time.monotonic() - self._began:6.0f} s"
         if outcome.error:
-            self._fail(job, outcome.error)
+            self._failed[job.fingerprint] = outcome.error
             self._say(f"{seconds}  {name}: failed: {outcome.error}")
             return
         if not isinstance(job, RunPlan):
             self._say(f"{seconds}  {name}")
             return
-        same = self._add(job, outcome.result)
+        # All runs that this one stands for.
+        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
+        today = {"date": time.strftime("%Y-%m-%d")}
+        add_results(self._results, same, {**today, **self._facts, **outcome.result})
         _tidy(self._out / job.folder, self._plan.study.keep)
         left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
         also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
         accuracy = outcome.result["curve"][-1]["accuracy"]
         self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {counted(left, 'job')} left")
-
-    def _fail(self, job: Needed | RunPlan, error: str) -> None:
-        self._failed[job.fingerprint] = error
-        if isinstance(job, RunPlan):
-            self._add(job, {"error": error})
-
-    def _add(self, job: RunPlan, found: Line) -> Sequence[RunPlan]:
-        """Adds the lines of all runs that this one stands for, and returns them."""
-        same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
-        facts = {"date": time.strftime("%Y-%m-%d"), **self._facts}
-        add_results(self._results, same, facts | found)
-        return same
 
 
 def _in_order(job: Needed | RunPlan) -> Iterator[Needed | RunPlan]:

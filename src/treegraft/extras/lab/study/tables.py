@@ -1,139 +1,117 @@
-"""Tables of a study's results: one row for each arm in each world, over complete pairs."""
+"""Tables of a study's results in Markdown: a row for each arm of a world, over complete pairs."""
 
 from __future__ import annotations
 
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from treegraft.extras.lab.study.results import CALLS, SECONDS, SHOWN, TOKENS, Key, Line, key_of
-from treegraft.extras.lab.study.statistics import (
+from treegraft.extras.lab.statistics import (
+    Interval,
     accuracy_at,
-    area,
     bootstrap_interval,
     holm,
-    interquartile_mean,
     permutation_test,
-    probability_of_improvement,
 )
-from treegraft.extras.lab.text import ranges
+from treegraft.extras.lab.study.results import (
+    CALLS,
+    SECONDS,
+    TOKENS,
+    Key,
+    Line,
+    key_of,
+    mixed_pairs,
+)
+from treegraft.extras.lab.text import counted, ranges, table
 
 WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""
+NAMES: Mapping[str, str] = {CALLS: "calls", WITH_BUFFER: WITH_BUFFER, SECONDS: "CPU s"}
+"""Costs at which arms are compared, as columns call them."""
 RISE = 0.2
 """By so much accuracy a run has left its start."""
-NAMES: Mapping[str, str] = {
-    CALLS: "calls",
-    WITH_BUFFER: WITH_BUFFER,
-    SHOWN: "shown calls",
-    SECONDS: "CPU s",
-}
+SPREAD = 1.05
+"""Ratio of calibrations from which a table says that they differ."""
+LINE = 116
+"""Characters of a line of text."""
+Columns = dict[str, Callable[["Row"], str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What tables compare: Question(baseline="GRPO", primary=None, at={CALLS: (4000,)})"""
+    """What tables compare: Question(baseline="GRPO", at={CALLS: (4000,)})"""
 
     baseline: str
     primary: Sequence[str] = ()
     """Arms that are each tested against all others."""
     at: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Budgets at which arms are compared, by cost; a cost without one takes, pair by pair, the
-    total of the arm that spends least of it."""
+    """Budgets at which arms are compared, by cost; for a cost without one, pair by pair, the total
+    of the arm that spends least of it."""
 
     def baseline_of(self, arms: Sequence[str]) -> str:
-        """Returns the baseline of a world with these arms: the first of them where it lacks
-        ours."""
+        """Returns the baseline of a world with these arms: the first of them if it lacks ours."""
         return self.baseline if self.baseline in arms else arms[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An arm in a world, over the pairs that all arms have finished. Intervals are 95 % (bootstrap
-    over pairs)."""
+    """An arm in a world, over the pairs that all arms have finished."""
 
-    world: str
     arm: str
+    lines: Sequence[Line]
     last: Sequence[float]
     """Accuracy at the last evaluation, pair by pair."""
-    mean: float
-    interval: tuple[float, float] | None
-    iqm: float
-    gain: float
-    """Mean paired difference to the baseline."""
-    gain_interval: tuple[float, float] | None
-    better: float
-    """Probability of improvement over the baseline."""
-    totals: Mapping[str, float]
-    """Mean of each cost of a whole run; seconds as those of the median calibration."""
-    buffer_calls: float
-    """Mean calls of the buffer's attempts, buffer_cpu_s the seconds to make it; these are part of
-    the seconds of the curve, the calls are not part of its calls."""
-    buffer_cpu_s: float
-    buffer_attempts: float
-    buffer_cut: float
-    """Mean steps that pruning cut."""
-    warmup_cpu_s: float
-    """Mean seconds of the warm-up."""
-    counts_warmup: bool
-    """Whether they are part of the seconds of the curve, as where arms of the world differ in their
-    warm-ups."""
-    tuning: Mapping[str, float]
+    gains: Sequence[float]
+    """Differences to the baseline, pair by pair."""
     at: Mapping[str, Sequence[float | None]]
-    """Accuracy at each budget, pair by pair; None where the run ended before."""
-    areas: Mapping[str, float | None]
-    """Mean area under the accuracy-cost curve up to the same budgets; None where not all pairs
-    reach them."""
-    num_left: int
-    """Pairs that left the start: whose last accuracy is `RISE` above the first."""
-    left_after: float | None
-    """Median calls at the first evaluation with such an accuracy, of these pairs; None for none."""
-    pass_at: Mapping[str, float]
-    """Mean pass@k and pass@(k, T) at the last evaluation, where they were sampled."""
+    """Accuracy at each budget, pair by pair; None if the run ended before."""
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy at the end."""
+        return statistics.fmean(self.last)
+
+    def of_buffer(self, count: str) -> float:
+        """Returns the mean of a count of its buffers; 0 without one."""
+        return statistics.fmean(line.get("buffer", {}).get(count, 0) for line in self.lines)
+
+    def tuning(self, count: str) -> float:
+        """Returns what choosing its settings took."""
+        return float(self.lines[0].get("tuning", {}).get(count, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """A primary arm less another one: difference, interval, and p of the paired permutation test
-    before and after Holm's correction over the arms of its world and column."""
+    """A primary arm less another one at a budget, or at the end."""
 
-    world: str
     column: str
-    primary: str
     other: str
-    num_pairs: int
+    differences: Sequence[float]
     num_short: int
     """Pairs of which a run ended before the budget; they are compared at the less that both
     spent."""
     place: float
     """Mean cost at which pairs are compared; infinite at the end."""
-    difference: float
-    interval: tuple[float, float] | None
     p: float
+    """Of the paired permutation test."""
     p_holm: float
+    """The same after Holm's correction over the arms of its world and column."""
 
 
 class Runs:
     """The results of a study, by world, arm and pair."""
 
     def __init__(self, lines: Sequence[Line], planned: Sequence[Key] = ()) -> None:
-        """Takes lines of finished and of failed runs.
-
-        Args:
-            planned: all runs of the study, so that those without a line are named too.
-        """
-        self._lines: dict[Key, Line] = {key_of(line): line for line in lines if "error" not in line}
-        self._errors = {key_of(line): line["error"] for line in lines if "error" in line}
-        self._planned = list(dict.fromkeys([*planned, *self._lines, *self._errors]))
+        """Args: planned: all runs of the study, so that those without a line are named too."""
+        self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
+        self._planned = list(dict.fromkeys([*planned, *self._lines]))
         self.worlds = list(dict.fromkeys(key[0] for key in self._planned))
-        calibrations = [
-            line["calibration_s"] for line in self._lines.values() if line.get("calibration_s")
-        ]
-        self.calibrations = sorted(calibrations)
-        self._reference = statistics.median(calibrations) if calibrations else 1.0
+        calibrations = [line.get("calibration_s") for line in self._lines.values()]
+        self.calibrations = sorted(one for one in calibrations if one)
+        self._reference = statistics.median(self.calibrations) if self.calibrations else 1.0
 
     def arms(self, world: str) -> list[str]:
         """Returns the arms that have a run in the world, in order."""
@@ -141,42 +119,27 @@ class Runs:
 
     def pairs(self, world: str) -> list[int]:
         """Returns the pairs that all these arms have finished."""
-        found = [
-            {pair for place, one, pair in self._lines if (place, one) == (world, arm)}
-            for arm in self.arms(world)
-        ]
-        return sorted(set.intersection(*found)) if found else []
+        found: dict[str, set[int]] = {}
+        for place, arm, pair in self._lines:
+            if place == world:
+                found.setdefault(arm, set()).add(pair)
+        return sorted(set.intersection(*found.values())) if found else []
 
     def missing(self, world: str) -> Iterator[str]:
-        """Yields a sentence for each arm with runs that are not there: its pairs (`all`, or as in
-        `0, 2 to 5`), and why those failed that did."""
-        every = dict.fromkeys(pair for place, _, pair in self._planned if place == world)
+        """Yields the pairs of each arm that are not there: "GRPO: all", "RAPO: 0, 2 to 5"."""
+        every = list(dict.fromkeys(pair for place, _, pair in self._planned if place == world))
         for arm in dict.fromkeys(arm for place, arm, _ in self._planned if place == world):
             pairs = [pair for pair in every if (world, arm, pair) not in self._lines]
-            failed = {pair: self._errors.get((world, arm, pair)) for pair in pairs}
-            why = [
-                f"pair {pair} failed: {' '.join(error.split())[-200:]}"
-                for pair, error in failed.items()
-                if error
-            ]
             if pairs:
-                also = f" ({'; '.join(why)})" if why else ""
-                named = "all" if len(pairs) == len(every) else ranges(pairs)
-                yield f"{arm}: {named}{also}"
-
-    @functools.cached_property
-    def _own_warmup(self) -> set[str]:
-        """Worlds in which the arms of a pair have different warm-ups."""
-        found: dict[tuple[str, int], set[str]] = {}
-        for (world, _, pair), line in self._lines.items():
-            made = line.get("warmup", {})
-            name = str(made.get("fingerprint") or line.get("warmup_seed"))
-            found.setdefault((world, pair), set()).add(name)
-        return {world for (world, _), names in found.items() if len(names) > 1}
+                yield f"{arm}: {'all' if len(pairs) == len(every) else ranges(pairs)}"
 
     def of(self, world: str, arm: str) -> list[Line]:
         """Returns an arm's runs of those pairs."""
         return [self._lines[world, arm, pair] for pair in self.pairs(world)]
+
+    def all_of(self, world: str) -> list[Line]:
+        """Returns the runs of all arms of those pairs."""
+        return [line for arm in self.arms(world) for line in self.of(world, arm)]
 
     def has(self, cost: str) -> bool:
         """Returns whether all runs recorded this cost."""
@@ -184,193 +147,75 @@ class Runs:
         return all(name in line["curve"][-1] for line in self._lines.values())
 
     def curve(self, line: Line, cost: str) -> tuple[list[float], list[float]]:
-        """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer, and
-        of a warm-up that the world's arms do not share, comes first, at the accuracy of the
-        start."""
-        points, before = line["curve"], 0.0
+        """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer
+        comes first, at the accuracy of the start. The arms of a world share their warm-up."""
         name = CALLS if cost == WITH_BUFFER else cost
-        costs = [point.get(name, 0.0) for point in points]
-        accuracies = [point["accuracy"] for point in points]
+        costs = [point.get(name, 0.0) for point in line["curve"]]
+        accuracies = [point["accuracy"] for point in line["curve"]]
+        before = 0.0
         if cost == WITH_BUFFER:
             before = float(line.get("buffer", {}).get("calls", 0))
         if cost == SECONDS:
             own = line.get("calibration_s") or self._reference
-            before = self._scaled(line.get("buffer", {}))
-            if self.counts_warmup(line["world"]):
-                before += self.warmup_cost(line)
             costs = [one * self._reference / own for one in costs]
+            before = self.buffer_seconds(line)
         if before:
             return [0.0, *(before + one for one in costs)], [accuracies[0], *accuracies]
         return costs, accuracies
 
-    def _scaled(self, costs: Mapping[str, float]) -> float:
+    def buffer_seconds(self, line: Line) -> float:
+        """Returns the seconds of a run's buffer, as those of the median calibration; 0 without
+        one."""
+        costs = line.get("buffer", {})
         own = costs.get("calibration_s") or self._reference
-        return costs.get("cpu_s", 0.0) * self._reference / own
-
-    def counts_warmup(self, world: str) -> bool:
-        """Returns whether arms of the world differ in their warm-ups."""
-        return world in self._own_warmup
-
-    def warmup_cost(self, line: Line) -> float:
-        """Returns the seconds of a run's warm-up; 0 without one."""
-        return self._scaled(line.get("warmup", {}))
-
-    def buffer_cost(self, line: Line) -> float:
-        """Returns the seconds of a run's buffer; 0 without one."""
-        return self._scaled(line.get("buffer", {}))
+        return float(costs.get("cpu_s", 0.0) * self._reference / own)
 
 
-def mean_of(values: Sequence[float | None]) -> float | None:
-    """Returns the mean of the values that are there; None without one."""
-    kept = [value for value in values if value is not None]
-    return statistics.fmean(kept) if kept else None
+def rows(runs: Runs, world: str, question: Question) -> list[Row]:
+    """Returns the rows of a world, in the order of its arms; none if no pair is complete."""
+    if not runs.pairs(world):
+        return []
+    arms = runs.arms(world)
+    budgets = list(_budgets(runs, world, question))
+    reference = [_end(line) for line in runs.of(world, question.baseline_of(arms))]
+    found = []
+    for arm in arms:
+        lines = runs.of(world, arm)
+        at: dict[str, list[float | None]] = {}
+        for name, cost, limits in budgets:
+            sides = zip(lines, limits, strict=True)
+            at[name] = [accuracy_at(*runs.curve(line, cost), limit) for line, limit in sides]
+        last = [_end(line) for line in lines]
+        gains = [a - b for a, b in zip(last, reference, strict=True)]
+        found.append(Row(arm=arm, lines=lines, last=last, gains=gains, at=at))
+    return found
+
+
+def _end(line: Line) -> float:
+    return float(line["curve"][-1]["accuracy"])
 
 
 def _budgets(
     runs: Runs, world: str, question: Question
 ) -> Iterator[tuple[str, str, Sequence[float]]]:
     """Each column of accuracy at equal cost: its name, cost, and the budget of each pair."""
-    num_pairs = len(runs.pairs(world))
-    has_buffer = any("buffer" in line for arm in runs.arms(world) for line in runs.of(world, arm))
+    has_buffer = any("buffer" in line for line in runs.all_of(world))
     for cost, name in NAMES.items():
         if (cost == WITH_BUFFER and not has_buffer) or not runs.has(cost):
             continue
-        given = question.at.get(CALLS if cost in (WITH_BUFFER, SHOWN) else cost, ())
-        for at in given:
-            yield f"at {at:,.0f} {name}", cost, [at] * num_pairs
-        if not given:
-            ends = [
-                [runs.curve(line, cost)[0][-1] for line in runs.of(world, arm)]
-                for arm in runs.arms(world)
-            ]
+        asked = question.at.get(CALLS if cost == WITH_BUFFER else cost, ())
+        for at in asked:
+            yield f"at {at:,.0f} {name}", cost, [at] * len(runs.pairs(world))
+        if not asked:
+            ends = []
+            for arm in runs.arms(world):
+                ends.append([runs.curve(line, cost)[0][-1] for line in runs.of(world, arm)])
             # A run that spends none of it says nothing about what is affordable.
             least = [min(filter(None, of_pair), default=0.0) for of_pair in zip(*ends, strict=True)]
             yield f"at equal {name}", cost, least
 
 
-def rows(runs: Runs, world: str, question: Question) -> list[Row]:
-    """Returns the rows of a world, in the order of its arms; none where no pair is complete."""
-    if not runs.pairs(world):
-        return []
-    arms, budgets = runs.arms(world), list(_budgets(runs, world, question))
-    last = {arm: [line["curve"][-1]["accuracy"] for line in runs.of(world, arm)] for arm in arms}
-    reference = last[question.baseline_of(arms)]
-    found = []
-    for arm in arms:
-        lines = runs.of(world, arm)
-        gains = [a - b for a, b in zip(last[arm], reference, strict=True)]
-        at = {
-            name: [
-                accuracy_at(*runs.curve(line, cost), limit)
-                for line, limit in zip(lines, limits, strict=True)
-            ]
-            for name, cost, limits in budgets
-        }
-        areas = {
-            name: _mean_of_all(
-                [
-                    area(*runs.curve(line, cost), limit)
-                    for line, limit in zip(lines, limits, strict=True)
-                ]
-            )
-            for name, cost, limits in budgets
-        }
-        ends = {
-            cost: statistics.fmean(runs.curve(line, cost)[0][-1] for line in lines)
-            for cost in (CALLS, SHOWN, TOKENS, SECONDS)
-            if runs.has(cost)
-        }
-        found.append(
-            Row(
-                world=world,
-                arm=arm,
-                last=last[arm],
-                mean=statistics.fmean(last[arm]),
-                interval=bootstrap_interval(last[arm]),
-                iqm=interquartile_mean(last[arm]),
-                gain=statistics.fmean(gains),
-                gain_interval=bootstrap_interval(gains),
-                better=probability_of_improvement(last[arm], reference),
-                totals=ends,
-                buffer_calls=_of_buffer(lines, "calls"),
-                buffer_cpu_s=statistics.fmean(map(runs.buffer_cost, lines)),
-                buffer_attempts=_of_buffer(lines, "attempts"),
-                buffer_cut=_of_buffer(lines, "steps_cut"),
-                warmup_cpu_s=statistics.fmean(map(runs.warmup_cost, lines)),
-                counts_warmup=runs.counts_warmup(world),
-                tuning=lines[0].get("tuning", {}),
-                at=at,
-                areas=areas,
-                num_left=len(left := [one for one in map(_left_after, lines) if one is not None]),
-                left_after=statistics.median(left) if left else None,
-                pass_at=_pass_at([line["curve"][-1] for line in lines]),
-            )
-        )
-    return found
-
-
-def _pass_at(ends: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each pass@k and pass@(k, T) at the runs' ends."""
-    keys = [key for key in ends[0] if key.startswith("eval/pass_")]
-    return {key: statistics.fmean(end.get(key, 0.0) for end in ends) for key in keys}
-
-
-def _mean_of_all(values: Sequence[float | None]) -> float | None:
-    return None if None in values else mean_of(values)
-
-
-def _left_after(line: Line) -> float | None:
-    """The calls with which a run had left its start, if it has at its end."""
-    start, points = line["curve"][0]["accuracy"], line["curve"]
-    if points[-1]["accuracy"] < start + RISE:
-        return None
-    first = next(point for point in points if point["accuracy"] >= start + RISE)
-    return float(first.get(CALLS, 0.0))
-
-
-def _of_buffer(lines: Sequence[Line], count: str) -> float:
-    return statistics.fmean(line.get("buffer", {}).get(count, 0) for line in lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """A primary arm less another one at the executed calls that both of a pair's runs spent: the
-    fewer of the two, pair by pair. No run counts beyond its end."""
-
-    world: str
-    primary: str
-    other: str
-    calls: float
-    """Mean of those calls over the pairs."""
-    difference: float
-    interval: tuple[float, float] | None
-    """95 %, bootstrap over pairs."""
-
-
-def at_spent_calls(runs: Runs, world: str, primary: str) -> list[Spent]:
-    """Returns a primary arm against each of the others; none where it has no run there."""
-    found, arms = [], runs.arms(world) if runs.pairs(world) else []
-    for other in arms if primary in arms else ():
-        if other == primary:
-            continue
-        sides = zip(runs.of(world, primary), runs.of(world, other), strict=True)
-        curves = [[runs.curve(line, CALLS) for line in pair] for pair in sides]
-        limits = [min(costs[-1] for costs, _ in pair) for pair in curves]
-        less = [
-            (accuracy_at(*ours, limit) or 0.0) - (accuracy_at(*theirs, limit) or 0.0)
-            for (ours, theirs), limit in zip(curves, limits, strict=True)
-        ]
-        found.append(
-            Spent(
-                world=world,
-                primary=primary,
-                other=other,
-                calls=statistics.fmean(limits),
-                difference=statistics.fmean(less),
-                interval=bootstrap_interval(less),
-            )
-        )
-    return found
+# ---------------------------------------------------------------------- tests
 
 
 def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test]:
@@ -379,72 +224,279 @@ def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test
     arms = runs.arms(world) if runs.pairs(world) else []
     if primary not in arms:
         return []
-    num_pairs = len(runs.pairs(world))
-    columns = [("last", "", [math.inf] * num_pairs), *_budgets(runs, world, question)]
+    endless = [math.inf] * len(runs.pairs(world))
     made: list[Test] = []
-    for column, cost, limits in columns:
-        of_column = []
-        for other in arms:
-            if other == primary:
-                continue
+    for column, cost, limits in [("last", "", endless), *_budgets(runs, world, question)]:
+        others = [arm for arm in arms if arm != primary]
+        compared = []
+        for other in others:
             sides = zip(runs.of(world, primary), runs.of(world, other), limits, strict=True)
-            found = [_compared(runs, ours, theirs, cost, limit) for ours, theirs, limit in sides]
-            x, y, places = zip(*found, strict=True)
-            p, less = permutation_test(x, y), [a - b for a, b in zip(x, y, strict=True)]
-            short = sum(place < limit for place, limit in zip(places, limits, strict=True))
-            of_column.append((other, less, p, short, statistics.fmean(places)))
-        corrected = holm([p for _, _, p, *_ in of_column])
-        made += [
-            Test(
-                world=world,
-                column=column,
-                primary=primary,
-                other=other,
-                num_pairs=num_pairs,
-                num_short=short,
-                place=place,
-                difference=statistics.fmean(less),
-                interval=bootstrap_interval(less),
-                p=p,
-                p_holm=p_holm,
+            compared.append([_compared(runs, *side, cost) for side in sides])
+        p_values = []
+        for found in compared:
+            p_values.append(
+                permutation_test([ours for ours, *_ in found], [o for _, o, _ in found])
             )
-            for (other, less, p, short, place), p_holm in zip(of_column, corrected, strict=True)
-        ]
+        for other, found, p, p_holm in zip(others, compared, p_values, holm(p_values), strict=True):
+            places = [place for *_, place in found]
+            short = sum(place < limit for place, limit in zip(places, limits, strict=True))
+            made.append(
+                Test(
+                    column=column,
+                    other=other,
+                    differences=[ours - theirs for ours, theirs, _ in found],
+                    num_short=short,
+                    place=statistics.fmean(places),
+                    p=p,
+                    p_holm=p_holm,
+                )
+            )
     return made
 
 
 def _compared(
-    runs: Runs, ours: Line, theirs: Line, cost: str, limit: float
+    runs: Runs, ours: Line, theirs: Line, limit: float, cost: str
 ) -> tuple[float, float, float]:
     """The accuracies of two runs at a budget, or at the less that both spent, and that place."""
     if not cost:
-        return ours["curve"][-1]["accuracy"], theirs["curve"][-1]["accuracy"], limit
-    curves = [runs.curve(line, cost) for line in (ours, theirs)]
+        return _end(ours), _end(theirs), limit
+    own = runs.curve(ours, cost)
+    other = runs.curve(theirs, cost)
     # A run that spends none of it has its last accuracy everywhere.
-    place = min(limit, *(costs[-1] or math.inf for costs, _ in curves))
-    one, other = (accuracy_at(*curve, place) for curve in curves)
-    assert one is not None and other is not None, "within both curves"
-    return one, other, place
+    place = min(limit, own[0][-1] or math.inf, other[0][-1] or math.inf)
+    first = accuracy_at(*own, place)
+    second = accuracy_at(*other, place)
+    assert first is not None and second is not None, "within both curves"
+    return first, second, place
 
 
-def as_data(runs: Runs, question: Question) -> dict[str, Any]:
-    """Returns the same for programs, `place` None at the end."""
-    found = {world: rows(runs, world, question) for world in runs.worlds}
-    return {
-        "baseline": question.baseline,
-        "primary": list(question.primary),
-        "missing": {world: list(runs.missing(world)) for world in runs.worlds},
-        "rows": [asdict(row) for of_world in found.values() for row in of_world],
-        "tests": [
-            asdict(one) | {"place": one.place if math.isfinite(one.place) else None}
-            for world in found
-            for primary in question.primary
-            for one in tests(runs, world, question, primary)
-        ],
-        "at_spent_calls": [
-            asdict(one)
-            for world in found
-            for primary in question.primary
-            for one in at_spent_calls(runs, world, primary)
-        ],
-    }
+# ---------------------------------------------------------------------- Markdown
+
+
+def markdown(
+    runs: Runs, question: Question, *, is_brief: bool = False, with_baseline: bool = False
+) -> str:
+    """Returns the tables of a study, with what a reader has to know about its runs.
+
+    Args:
+        is_brief: one table a world, with accuracy at the first budget of calls alone.
+        with_baseline: in a brief one also the difference to the baseline at the end, as without a
+            primary arm.
+    """
+    lines = list(_about(runs))
+    for world in runs.worlds:
+        found = rows(runs, world, question)
+        lines += _heading(runs, world, found)
+        if not found:
+            continue
+        made = {primary: tests(runs, world, question, primary) for primary in question.primary}
+        baseline = question.baseline_of(runs.arms(world))
+        gained = baseline if with_baseline or not (is_brief and made) else None
+        found = _by_accuracy(found)
+        lines += _table(found, _arm_columns(found, made, gained, is_brief=is_brief))
+        if not is_brief:
+            lines += _table(found, _cost_columns(runs, found))
+            for primary, own in made.items():
+                lines += _tests(own, primary)
+    return "\n".join(lines)
+
+
+def _about(runs: Runs) -> Iterator[str]:
+    lines = [line for world in runs.worlds for line in runs.all_of(world)]
+    dates = sorted({line["date"] for line in lines if "date" in line})
+    machines = sorted({str((line.get("machine") or {}).get("cpu", "")) for line in lines} - {""})
+    commits = sorted({str(line["commit"])[:7] for line in lines if line.get("commit")})
+    said = []
+    if dates:
+        said.append(" to ".join(dict.fromkeys([dates[0], dates[-1]])))
+    if machines:
+        said.append(", ".join(machines))
+    if commits:
+        said.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
+    if any(line.get("is_dirty") for line in lines):
+        said.append("with changes that are not committed")
+    if said:
+        yield ", ".join(said) + "."
+    if runs.calibrations and runs.calibrations[-1] > SPREAD * runs.calibrations[0]:
+        yield (
+            f"The calibration took {runs.calibrations[0]:.3f} to {runs.calibrations[-1]:.3f} CPU s"
+            " beside the runs; their CPU seconds are scaled to its median."
+        )
+    if said:
+        yield ""
+
+
+def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
+    """A world's name and pairs, those that are left out, and those whose runs are no pairs."""
+    pairs = counted(len(found[0].last), "pair") if found else ""
+    lines = [
+        f"**{world}**, {pairs}" if found else f"**{world}**: no pair is complete for all arms yet."
+    ]
+    lines.append("")
+    if missing := list(runs.missing(world)):
+        said = "Pairs that are not there: " + ". ".join(missing) + "."
+        lines += [*textwrap.wrap(said, LINE, break_on_hyphens=False), ""]
+    if mixed := mixed_pairs(runs.all_of(world)):
+        lines += [
+            f"Not all arms began with the same weights in pairs {', '.join(map(str, mixed))}: their"
+            " warm-ups were trained on different machines. Differences between arms are less exact"
+            " than those of true pairs.",
+            "",
+        ]
+    return lines
+
+
+def _by_accuracy(found: Sequence[Row]) -> list[Row]:
+    """The arms that reached the first budget of calls first, by their accuracy there; then the
+    others, by their accuracy at the end."""
+    calls = _first_calls(found)
+    if calls is None:
+        return list(found)
+    reached = [row for row in found if None not in row.at[calls]]
+    short = [row for row in found if None in row.at[calls]]
+    reached.sort(key=lambda row: -statistics.fmean(one or 0.0 for one in row.at[calls]))
+    short.sort(key=lambda row: -row.mean)
+    return reached + short
+
+
+def _first_calls(found: Sequence[Row]) -> str | None:
+    return next((name for name in found[0].at if name.endswith(f" {NAMES[CALLS]}")), None)
+
+
+def _table(found: Sequence[Row], columns: Columns) -> list[str]:
+    return [*table(list(columns), [[cell(row) for cell in columns.values()] for row in found]), ""]
+
+
+def _arm_columns(
+    found: Sequence[Row],
+    made: Mapping[str, Sequence[Test]],
+    baseline: str | None,
+    *,
+    is_brief: bool,
+) -> Columns:
+    calls = _first_calls(found)
+    columns: Columns = {"arm": _named(found)}
+    for name in found[0].at:
+        if name == calls or not is_brief:
+            columns[name] = functools.partial(_at, name)
+    # The first primary arm that has runs in this world.
+    primary = next((one for one, own in made.items() if own), None)
+    if is_brief and calls is not None and primary is not None:
+        there = {one.other: one for one in made[primary] if one.column == calls}
+        columns[f"{primary} minus this arm"] = lambda row: _difference(there.get(row.arm))
+    columns["at the end"] = lambda row: _interval(row.last)
+    if baseline is not None:
+        name = f"this arm minus {baseline} at the end"
+        columns[name] = lambda row: "" if row.arm == baseline else _interval(row.gains)
+    columns["left the start, after calls"] = _left
+    if is_brief:
+        columns["calls"] = _own_and_buffers_calls
+        return columns
+    for key in found[0].lines[0]["curve"][-1]:
+        if key.startswith("eval/pass_"):
+            title = key.removeprefix("eval/").replace("_at_", "@").replace("_", " ")
+            columns[title] = functools.partial(_mean_end, key)
+    return columns
+
+
+def _cost_columns(runs: Runs, found: Sequence[Row]) -> Columns:
+    def total(cost: str, form: str, row: Row) -> str:
+        return format(statistics.fmean(runs.curve(one, cost)[0][-1] for one in row.lines), form)
+
+    has_buffer = any(row.of_buffer("calls") or row.of_buffer("cpu_s") for row in found)
+    seconds = "CPU s, buffer included" if has_buffer else "CPU s"
+    columns: Columns = {"arm": lambda row: row.arm}
+    for title, cost, form in (
+        ("calls", CALLS, ",.0f"),
+        ("tokens", TOKENS, ",.0f"),
+        (seconds, SECONDS, ",.1f"),
+    ):
+        if runs.has(cost):
+            columns[title] = functools.partial(total, cost, form)
+    if has_buffer:
+        columns["buffer's attempts"] = lambda row: f"{row.of_buffer('attempts'):,.0f}"
+        columns["buffer's calls"] = lambda row: f"{row.of_buffer('calls'):,.0f}"
+        columns["steps cut"] = lambda row: f"{row.of_buffer('steps_cut'):,.0f}"
+        columns["buffer's CPU s"] = lambda row: (
+            f"{statistics.fmean(map(runs.buffer_seconds, row.lines)):,.1f}"
+        )
+    if any(row.tuning("runs") for row in found):
+        columns["tuning calls"] = lambda row: f"{row.tuning('calls'):,.0f}"
+        columns["tuning CPU s"] = lambda row: f"{row.tuning('cpu_s'):,.1f}"
+    return columns
+
+
+def _tests(found: Sequence[Test], primary: str) -> list[str]:
+    if not found:
+        return []
+    head = ["column", "other arm", "pairs", f"{primary} minus the other", "p", "p (Holm)"]
+    body = []
+    for one in found:
+        short = f" (at {one.place:,.0f})" if one.num_short else ""
+        pairs = f"{len(one.differences)}{short}"
+        cells = [pairs, _interval(one.differences), f"{one.p:.4f}", f"{one.p_holm:.4f}"]
+        body.append([one.column, one.other, *cells])
+    return [*table(head, body), ""]
+
+
+# ---------------------------------------------------------------------- cells
+
+
+def _interval(values: Sequence[float]) -> str:
+    interval: Interval | None = bootstrap_interval(values)
+    mean = f"{statistics.fmean(values):.2f}"
+    return mean if interval is None else f"{mean} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def _at(name: str, row: Row) -> str:
+    """The mean at a budget if every run got there; else how many did, since a mean of these would
+    be one of chosen pairs."""
+    values = row.at[name]
+    reached = [value for value in values if value is not None]
+    if len(reached) < len(values):
+        return f"- ({len(reached)} of {len(values)})"
+    return f"{statistics.fmean(reached):.2f}"
+
+
+def _mean_end(key: str, row: Row) -> str:
+    return f"{statistics.fmean(line['curve'][-1].get(key, 0.0) for line in row.lines):.2f}"
+
+
+def _named(found: Sequence[Row]) -> Callable[[Row], str]:
+    """An arm's name, with its development runs if another arm had more."""
+    most = max(row.tuning("runs") for row in found)
+
+    def named(row: Row) -> str:
+        own = row.tuning("runs")
+        return row.arm if own == most else f"{row.arm} ({own:.0f} of {most:.0f} tuning runs)"
+
+    return named
+
+
+def _difference(one: Test | None) -> str:
+    if one is None:
+        return ""
+    short = f" (at {one.place:,.0f})" if one.num_short else ""
+    return f"{_interval(one.differences)}, p {one.p_holm:.3f}{short}"
+
+
+def _left(row: Row) -> str:
+    """How many pairs left the start, and the median of the calls with which they had."""
+    calls = []
+    for line in row.lines:
+        goal = line["curve"][0]["accuracy"] + RISE
+        if _end(line) >= goal:
+            first = next(point for point in line["curve"] if point["accuracy"] >= goal)
+            calls.append(float(first.get(CALLS, 0.0)))
+    after = f", {statistics.median(calls):,.0f}" if calls else ""
+    return f"{len(calls)} of {len(row.lines)}{after}"
+
+
+def _own_and_buffers_calls(row: Row) -> str:
+    """The executed calls, and behind a plus those of the buffer's attempts."""
+    totals = [line["curve"][-1].get(CALLS) for line in row.lines]
+    if None in totals:
+        return "-"
+    own = f"{statistics.fmean(totals):,.0f}"
+    bought = row.of_buffer("calls")
+    return f"{own} + {bought:,.0f}" if bought else own

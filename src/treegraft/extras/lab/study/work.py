@@ -6,15 +6,16 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
 from treegraft.extras.lab.pruning.work import BufferPruning
-from treegraft.extras.lab.study.calibration import calibrate
 from treegraft.extras.lab.study.controls import CONTROLS
-from treegraft.extras.lab.study.diversity import distances
 from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.results import Line, by_update, curve
 from treegraft.parts import (
@@ -47,50 +48,20 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     if isinstance(job, WarmupPlan):
         costs = _warm_up(job, out)
     else:
-        sittings = _Sittings(out / f"{job.file}.sittings.json")
+        place = out / job.file
+        # Of a process that was killed or interrupted: a buffer is made again as a whole.
+        for leftover in place.parent.glob(f"*{place.name}*"):
+            leftover.unlink()
+        place.parent.mkdir(parents=True, exist_ok=True)
         if job.source is None:
-            costs = _build(job, out, sittings)
+            costs = _build(job, place)
         elif job.control:
             costs = _mix_up(job, job.source, out)
         else:
-            costs = _prune(job, job.source, out, sittings)
-        costs = sittings.total | costs
+            costs = _prune(job, job.source, out)
     costs["fingerprint"] = job.fingerprint
     files.write_atomically(note, json.dumps(costs) + "\n")
     return costs
-
-
-class _Sittings(NoDisplay):
-    """What the parts of an interrupted job have cost, written at each step of its progress."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._calibration_s = path, calibrate()
-        self._before: Line = {}
-        if path.is_file():
-            self._before = dict(read_note(path))
-            # In seconds of this sitting's machine.
-            self._before["cpu_s"] = self.scaled(self._before)
-        self.now: Callable[[], Mapping[str, float]] = dict
-
-    def scaled(self, costs: Line) -> float:
-        """Returns the seconds of costs as those of this sitting's calibration."""
-        return float(costs["cpu_s"] * self._calibration_s / costs["calibration_s"])
-
-    @property
-    def total(self) -> Line:
-        """The costs so far."""
-        now = self.now()
-        counts = {name: self._before.get(name, 0) + value for name, value in now.items()}
-        return counts | {"calibration_s": self._calibration_s}
-
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """Something has been stored."""
-        files.write_atomically(self._path, json.dumps(self.total) + "\n")
-
-    def forget(self) -> None:
-        """Leaves out what was spent on a part that is lost and made again."""
-        self._path.unlink(missing_ok=True)
-        self._before = {}
 
 
 def note_of(job: WarmupPlan | BufferPlan, out: Path) -> Path:
@@ -139,77 +110,65 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
     return {"cpu_s": spent, "calibration_s": calibration_s}
 
 
-def _build(job: BufferPlan, out: Path, sittings: _Sittings) -> Line:
-    place = out / job.file
-    place.parent.mkdir(parents=True, exist_ok=True)
+def _build(job: BufferPlan, place: Path) -> Line:
+    calibration_s = calibrate()
     partial = place.with_name(f".{place.name}.partial")
-    if place.exists():
-        # Complete, but killed before its note.
-        place.replace(partial)
     own = {
-        "agent": job.agent,
+        "agent": "expert",
         "num_samples": job.samples,
         "num_best": job.keep,
         "min_reward": job.min_reward,
-        "num_tasks": job.num_tasks,
     }
     data = job.config.model_dump(mode="json", exclude_unset=True)
     work = BufferBuild(load_config(recipe.merged(data, {"buffer": {"build": own}})), partial)
-    report = work.report
-    sittings.now = lambda: {
-        "cpu_s": report.cpu_s,
-        "attempts": report.num_attempts,
-        "calls": report.num_calls,
-    }
-    work.run(display=sittings)
+    work.run(display=NoDisplay())
     if work.stopped_by is not None:
         raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
         num_stored = sum(1 for _ in buffer.trajectories())
         buffer.fold()
     partial.replace(place)
-    return {"trajectories": num_stored}
+    return {
+        "cpu_s": work.report.cpu_s,
+        "attempts": work.report.num_attempts,
+        "calls": work.report.num_calls,
+        "calibration_s": calibration_s,
+        "trajectories": num_stored,
+    }
 
 
-def _prune(job: BufferPlan, source: BufferPlan, out: Path, sittings: _Sittings) -> Line:
+def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
     assert job.warmup is not None
-    place, before = out / job.file, read_note(note_of(source, out))
-    if place.exists():
-        # Complete, but killed before its note: quickly made again.
-        place.unlink()
-        sittings.forget()
+    calibration_s = calibrate()
+    before = read_note(note_of(source, out))
     work = BufferPruning.of(
         job.config,
         model=str(_start(job.warmup, out)),
         buffer=out / source.file,
-        out=place,
-        margin=job.margin,
-        only_best=job.only_best,
+        out=out / job.file,
     )
-    report = work.report
-    sittings.now = lambda: {"cpu_s": report.cpu_s}
-    work.run(display=sittings)
+    work.run(display=NoDisplay())
     if work.stopped_by is not None:
         raise interrupt.Ended(work.stopped_by)
+    report = work.report
+    # In seconds of this calibration.
+    source_s = before["cpu_s"] * calibration_s / before["calibration_s"]
     return {
         "trajectories": report.num_trajectories,
         "shortened": report.num_shortened,
         "steps_cut": report.num_cut,
         "attempts": before["attempts"],
         "calls": before["calls"],
-        "cpu_s": sittings.total["cpu_s"] + sittings.scaled(before),
+        "cpu_s": report.cpu_s + source_s,
+        "calibration_s": calibration_s,
     }
 
 
-def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> dict[str, Any]:
+def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
     """Makes a control; it costs what its source did."""
-    place = out / job.file
-    # Left by a process that was killed: quickly made again.
-    for leftover in place.parent.glob(f"{place.name}*"):
-        leftover.unlink()
     with (
         TraceBuffer.open_as_built(out / source.file) as before,
-        TraceBuffer(place, before.load_encoder()) as mixed,
+        TraceBuffer(out / job.file, before.load_encoder()) as mixed,
     ):
         mixed.add(CONTROLS[job.control](before.trajectories(), job.config.run.seed))
         num_stored = sum(1 for _ in mixed.trajectories())
@@ -241,27 +200,38 @@ def checksum(checkpoint: Path) -> str:
 
 def _run(job: RunPlan, out: Path) -> Line:
     place = out / job.folder
+    found: Line = {"command": job.command, "num_eval": job.config.tasks.num_eval}
     more: dict[str, Any] = {}
     if job.warmup is not None:
-        more["model"] = {"path": str(_start(job.warmup, out))}
+        start = _start(job.warmup, out)
+        more["model"] = {"path": str(start)}
+        found["weights"] = checksum(start)
+        found["warmup"] = read_note(note_of(job.warmup, out))
     if job.buffer is not None:
         more["buffer"] = {"path": str(out / job.buffer.file)}
-    weights = {} if job.warmup is None else {"weights": checksum(_start(job.warmup, out))}
-    calibration_s = calibrate()
+        found["buffer"] = read_note(note_of(job.buffer, out))
+    found["calibration_s"] = calibrate()
     _trained(job.command, _placed(job.config, place, more), place)
     reader = RunReader(place)
-    costs = {
-        kind: read_note(note_of(one, out))
-        for kind, one in (("warmup", job.warmup), ("buffer", job.buffer))
-        if one is not None
-    }
     metrics = reader.clean_metrics()[0]
-    return {
-        "command": job.command,
-        "calibration_s": calibration_s,
-        "num_eval": job.config.tasks.num_eval,
-        "curve": curve(metrics, reader.warmup_metrics()),
-        "updates": by_update(metrics, distances(reader) if job.config.track.record_trees else {}),
-        **weights,
-        **costs,
-    }
+    found["curve"] = curve(metrics, reader.warmup_metrics())
+    found["updates"] = by_update(metrics)
+    return found
+
+
+NUM_PRODUCTS = 1500
+NUM_HASHES = 300_000
+"""About as much plain Python as matrix arithmetic, as in the runs of small models."""
+
+
+def calibrate() -> float:
+    """Returns the CPU seconds of a fixed small computation in this process, some tenths, by which
+    those of different machines are compared. Beside other work it takes longer, as runs do."""
+    matrix = np.full((128, 128), 1 / 128, dtype=np.float32)
+    digest = b""
+    began = time.process_time()
+    for _ in range(NUM_PRODUCTS):
+        matrix = matrix @ matrix
+    for number in range(NUM_HASHES):
+        digest = hashlib.blake2b(digest + number.to_bytes(4), digest_size=8).digest()
+    return time.process_time() - began

@@ -11,24 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.examples import at_most
 
-from treegraft.extras.lab.study.statistics import (
+from treegraft.extras.lab.statistics import (
     accuracy_at,
-    area,
     bootstrap_interval,
     holm,
-    interquartile_mean,
     permutation_test,
-    probability_of_improvement,
+    student,
+    wilson,
 )
 
 shares = st.integers(0, 8).map(lambda eighths: eighths / 8)
-
-
-def test_interquartile_mean_leaves_out_a_quarter_on_either_side() -> None:
-    assert interquartile_mean([0, 1, 2, 100]) == 1.5
-    # floor(10 / 4) = 2 of either side: the mean of 2 .. 7.
-    assert interquartile_mean([*range(9), 1000]) == 4.5
-    assert interquartile_mean([3]) == 3
 
 
 @given(st.lists(shares, min_size=2, max_size=12))
@@ -47,10 +39,20 @@ def test_bootstrap_interval_of_two_values() -> None:
     assert bootstrap_interval([0, 1], level=0.4) == (0.5, 0.5)
 
 
-def test_probability_of_improvement() -> None:
-    # Pairs: 2 > 1, 2 = 2, 3 > 1, 3 > 2.
-    assert probability_of_improvement([2, 3], [1, 2]) == 3.5 / 4
-    assert probability_of_improvement([1, 2], [1, 2]) == 0.5
+def test_students_interval_by_hand() -> None:
+    # mean 2, s = 1, n = 3; t(2, 0.975) = 4.3027 (any table), 4.3027 / sqrt(3) = 2.4841.
+    mean, interval = student([1.0, 2.0, 3.0])
+    assert mean == 2 and interval == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert student([0.7]) == (0.7, None)
+
+
+def test_wilsons_interval_by_hand() -> None:
+    # 5 of 10: centre 1/2; z = 1.95996; half = z sqrt(1/40 + z²/400) / (1 + z²/10) = 0.2634.
+    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    # None of n: from 0 to z² / (n + z²).
+    assert wilson(0.0, 20) == pytest.approx((0.0, 3.8415 / 23.8415), abs=1e-4)
+    # A mean of shares may lie a rounding error above 1.
+    assert wilson(1.0 + 1e-16, 20)[1] == pytest.approx(1.0)
 
 
 def exact(differences: Sequence[float]) -> float:
@@ -100,13 +102,3 @@ def test_accuracy_at_equal_cost() -> None:
     assert accuracy_at(costs, accuracies, 200) == 0.8
     assert accuracy_at(costs, accuracies, 201) is None
     assert accuracy_at([0, 0], [0.2, 0.9], 500) == 0.9
-
-
-def test_area_under_the_curve() -> None:
-    costs, accuracies = [0, 100, 200], [0.2, 0.4, 0.8]
-    assert area(costs, accuracies, 100) == pytest.approx(0.3)
-    assert area(costs, accuracies, 200) == pytest.approx((0.3 + 0.6) / 2)
-    assert area(costs, accuracies, 50) == pytest.approx(0.25)
-    assert area(costs, accuracies, 300) is None
-    # 90 up to the end at 200, then .8 for another 100.
-    assert area([0, 0], [0.2, 0.9], 500) == 0.9
