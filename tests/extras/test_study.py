@@ -739,7 +739,7 @@ def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(
 
 def test_runs_of_removed_arms_stay_in_the_tables(tmp_path: Path, study: Command) -> None:
     """With the settings of then, which this version may not know. Nothing makes them again."""
-    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SHOWN: 1.0, SECONDS: 1.0}
+    point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}
     path = written(tmp_path, SMALL)
     add_results(tmp_path / "study.jsonl", make_plan(path).runs, {"curve": [point]})
     before, _ = study(path, "--table")

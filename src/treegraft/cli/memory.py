@@ -242,11 +242,13 @@ def _num_servers_beside(config: Config, place: Place) -> int:
 def _server_bytes(config: Config, shape: ModelShape, place: Place) -> float:
     """What a server takes of each of its GPUs, keys and values included."""
     vllm = config.engine.vllm
-    said = re.search(r"--gpu-memory-utilization[ =](\d*\.?\d+)", " ".join(vllm.server_args))
-    if place.room is not None and (said or vllm.cache_gb is None):
-        return (float(said[1]) if said else SERVER_SHARE) * place.room.whole
+    arguments = " ".join(vllm.server_args)
+    share = re.search(r"--gpu-memory-utilization[ =](\d*\.?\d+)", arguments)
+    cache = re.search(r"--kv-cache-memory-bytes[ =](\d+)", arguments)
+    if place.room is not None and cache is None:
+        return (float(share[1]) if share else SERVER_SHARE) * place.room.whole
     weights = shape.num_weights * BYTES[config.model.dtype] / vllm.gpus_each
-    return weights + 1e9 * (vllm.cache_gb or 0.0) + shape.RESERVED
+    return weights + (float(cache[1]) if cache else 0.0) + shape.RESERVED
 
 
 def memory(config: Config, vocabulary: Sequence[str], place: Place) -> list[Finding]:
