@@ -148,11 +148,14 @@ def test_it_is_open_inside_its_block_alone(scripted: Any) -> None:
 
 def test_ctrl_c_ends_the_wait_and_the_thread(scripted: Any) -> None:
     engine = scripted(latency_s=lambda *_: 60.0)
-    before = threading.active_count()
+    before = threading.enumerate()
     with pytest.raises(KeyboardInterrupt), opened(tiny(**SMALL), engine=engine) as session:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         grow(session, session.tasks[:1], 1)
-    assert threading.active_count() <= before
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(30)
+            assert not thread.is_alive(), thread
 
 
 # ---------------------------------------------------------------------- bad input

@@ -23,7 +23,9 @@ async def nothing() -> AsyncIterator[None]:
 def test_a_stop_ends_the_wait_and_the_work(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a look in between, so that only the stop itself can end the wait.
     monkeypatch.setattr(interrupt, "LOOK_S", 60.0)
-    life, stop, ends = Life("test"), Stop(), list[str]()
+    life = Life("test")
+    stop = Stop()
+    ends: list[str] = []
 
     async def work(began: Callable[[], None]) -> None:
         try:

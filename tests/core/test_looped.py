@@ -14,7 +14,9 @@ from treegraft.core.looped import Life
 
 def test_ctrl_c_while_it_opens_leaves_it_closed() -> None:
     events: list[str] = []
-    pressed, may_open, main = threading.Event(), threading.Event(), threading.get_ident()
+    pressed = threading.Event()
+    may_open = threading.Event()
+    main = threading.get_ident()
 
     def once(*_: object) -> None:
         if not pressed.is_set():
@@ -35,7 +37,8 @@ def test_ctrl_c_while_it_opens_leaves_it_closed() -> None:
     async def seven() -> int:
         return 7
 
-    life, before = Life("test"), signal.signal(signal.SIGINT, once)
+    life = Life("test")
+    before = signal.signal(signal.SIGINT, once)
     try:
         with pytest.raises(KeyboardInterrupt):
             life.begin(held("first"))

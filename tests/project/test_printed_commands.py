@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import os
 import re
 import shlex
 import shutil
@@ -227,8 +228,15 @@ def settings() -> list[str]:
 
 
 def make(words: list[str], _: pytest.MonkeyPatch) -> None:
+    # Without the options of a make that runs these tests: -s prints nothing.
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     done = subprocess.run(
-        [*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*words, "--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
     )
     assert done.returncode == 0 and done.stdout, done.stderr
     names = re.findall(r"^([A-Z_]+) [?:]?=", (ROOT / "Makefile").read_text(), re.M)

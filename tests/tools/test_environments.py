@@ -253,23 +253,24 @@ def test_copies_of_its_own_fork_are_used_in_its_thread() -> None:
             self.ask("w3")
             return Forked()
 
-    async def story() -> tuple[int, list[float]]:
-        before = threading.active_count()
+    before = threading.enumerate()
+
+    async def story() -> list[float]:
         one = environments(Forked).kind.make()
         await one.reset(TASK)
         two = await one.fork()
         await one.close()
         three = await two.fork()
         found = [await copy.reward() for copy in (two, three)]
-        assert threading.active_count() == before + 1
+        new = [one for one in threading.enumerate() if one not in before]
+        (thread,) = [one for one in new if one.name == "treegraft-environment"]
         await two.close()
         await three.close()
-        for _ in range(300):
-            if threading.active_count() > before:
-                await asyncio.sleep(0.01)
-        return threading.active_count() - before, found
+        thread.join(30)
+        assert not thread.is_alive()
+        return found
 
-    assert asyncio.run(story()) == (0, [2.0, 2.0])
+    assert asyncio.run(story()) == [2.0, 2.0]
 
 
 class NoThread(OneThread):
@@ -747,12 +748,12 @@ def test_a_first_observation_that_fits_no_prompt_fails_the_leaves() -> None:
 
 
 def test_the_threads_of_a_tree_end_with_it() -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     grow(make(KeyDoor, by_plan(*WAY_IN), num_leaves=6))
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(30)
+            assert not thread.is_alive(), thread
 
 
 # ---------------------------------------------------------------------- the three ways agree

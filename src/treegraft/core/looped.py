@@ -54,8 +54,11 @@ class Life:
             # One that was given up while it opened may still be loading: two might not fit.
             self._runner.join()
         opened: Future[tuple[asyncio.AbstractEventLoop, int]] = Future()
-        closing, ended = Future[None](), Future[None]()
-        self._closing, self._ended = closing, ended
+        closing: Future[None] = Future()
+        ended: Future[None] = Future()
+        # The functions below keep their own: a later opening replaces these.
+        self._closing = closing
+        self._ended = ended
 
         async def live() -> None:
             async with held:
