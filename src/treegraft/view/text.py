@@ -1,12 +1,16 @@
-"""The viewer in a terminal: the list of an update, one tree, one trajectory."""
+"""The viewer in a terminal and in the output of a notebook: the list of an update, one tree, one
+trajectory."""
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
@@ -20,6 +24,7 @@ from treegraft.core.types import (
     RetryCause,
     Step,
     StoredCause,
+    Trajectory,
     Tree,
 )
 from treegraft.runs.transcript import Decoder, transcript
@@ -27,6 +32,7 @@ from treegraft.view.branching import entropy_changes
 from treegraft.view.pages import best_leaf, summarise
 from treegraft.view.runs import RunReader
 
+_PRE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pre>'
 _STYLES = {
     "policy": "cyan",
     "retrieved": "magenta",
@@ -47,6 +53,26 @@ _COLUMNS = {
     "longest": "longest",
 }
 """Columns of a list of groups, and their keys in `pages.summarise`."""
+
+
+def as_text(shown: Tree | Trajectory) -> str:
+    """Returns what `treegraft view --text` prints: a tree with its best trajectory, or one
+    trajectory."""
+    console = _recorded(shown, shutil.get_terminal_size((100, 24)).columns)
+    return console.export_text().rstrip()
+
+
+def as_html(shown: Tree | Trajectory) -> str:
+    """Returns the same for a notebook, in colours that can be read on light and on dark pages."""
+    console = _recorded(shown, 120)
+    return console.export_html(theme=SVG_EXPORT_THEME, code_format=_PRE, inline_styles=True)
+
+
+def _recorded(shown: Tree | Trajectory, width: int) -> Console:
+    # In a notebook rich would otherwise display it at once.
+    console = Console(file=io.StringIO(), record=True, width=width, force_jupyter=False)
+    console.print(drawn(shown) if isinstance(shown, Tree) else transcript(shown))
+    return console
 
 
 def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str:
@@ -76,7 +102,7 @@ def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str
 
 def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> RenderableType:
     """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript,
-    with `leaf` that transcript.
+    with `leaf` that transcript alone.
 
     Raises:
         DataError: there is no such group or leaf.
@@ -182,7 +208,7 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] 
 
 
 def action(step: Step, limit: int) -> str:
-    """Returns what a step does on one line: its calls or its answer, else its thought or the rule
+    """Returns what a step does, on one line: its calls or its answer, else its thought or the rule
     that it broke."""
     said = [f"{call.name} {call.body}" for call in step.content.calls]
     said += [] if step.content.answer is None else [f"answer {step.content.answer}"]

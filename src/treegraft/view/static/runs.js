@@ -63,5 +63,5 @@ export async function runsPage(page, { runs, query, go }) {
   };
   replace(page, h("div", { class: "title" }, h("h1", null, "Runs"), count, field, compare, differ, h("button", { onclick: () => { chosen = []; toggle("", false); }, title: "choose no run" }, "none")), place);
   draw();
-  return { title: "runs", refresh: () => draw(), keys: list.keys };
+  return { title: "runs", refresh: () => draw() };
 }
