@@ -503,7 +503,7 @@ def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
     [
         (["--text", "--update", "9"], "there are: 1 to 4"),
         (["--text", "--leaf", "0"], "needs --group"),
-        (["--text", "--group", "7"], "holds 2 trees"),
+        (["--text", "--group", "7"], "has 2 trees"),
         (["--text", "--group", "0", "--leaf", "4"], "has 4 leaves"),
         (["--text", "--update", "1", "--eval", "2"], "give one of them"),
         (["--update", "1"], "no effect without --text"),

@@ -59,7 +59,7 @@ def view_text(
 
 
 def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool) -> None:
-    """Serves the pages until Ctrl-C, and prints where.
+    """Serves the pages until Ctrl-C, and prints their address.
 
     Raises:
         SettingError: the address is not free.

@@ -82,7 +82,7 @@ class MetricsTable:
                 if (column := self._columns.get(key)) is None:
                     column = self._columns[key] = (array("i"), array("d"))
                 column[0].append(self.num_lines)
-                # A float holds whole numbers up to 1e308 only.
+                # No float is a whole number above 1e308.
                 column[1].append(
                     math.inf if isinstance(value, int) and abs(value) > 1e308 else value
                 )
@@ -198,7 +198,7 @@ def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]
         by_update[int(update)] = numbers
     if repeated:
         notes.append(
-            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
+            f"{len(repeated)} updates occur twice in metrics.jsonl (first: {repeated[0]}); the"
             " later lines count"
         )
     if unusable:

@@ -211,8 +211,8 @@ def _action(step: Step) -> tuple[object, ...]:
 def _graft_peers(
     paths: Sequence[Trajectory], entropy: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each graft the steps beside it in its group: a graft alone does not show its
-    effect.
+    """Returns for each graft its peers, the policy's steps in its place: a graft alone says nothing
+    of its effect.
 
     By the graft's id:
         num: steps that the policy wrote at its depth after the same calls and results.
@@ -233,8 +233,7 @@ def _graft_peers(
             peers: dict[str, Step] = {}
             rewards = []
             for other, known in zip(paths, histories, strict=True):
-                # A history leaves the prompt out: before step `place` stand its first place - 1
-                # entries.
+                # A history has no prompt: its first place - 1 entries come before step `place`.
                 if len(other.steps) <= place or known[: place - 1] != history[: place - 1]:
                     continue
                 peer = other.steps[place]
@@ -257,7 +256,7 @@ def _graft_peers(
 
 def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     """Returns the steps of a path with their tokens' columns; scores are of sampled tokens only,
-    None where not recorded."""
+    None if not recorded."""
     found = []
     for step in path.steps:
         data = step_to_dict(step)
@@ -305,11 +304,11 @@ def page_warnings(
                 "name": one.name,
                 "rule": one.rule.name,
                 "text": one.text,
-                "is_new": one.name not in stood,
+                "is_new": one.name not in earlier,
             }
             for one in warnings
         ]
-        for warnings, stood in zip(found, names, strict=True)
+        for warnings, earlier in zip(found, names, strict=True)
     ]
 
 

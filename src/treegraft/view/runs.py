@@ -1,6 +1,6 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
-Nothing is parsed before it is asked for. Opening a run lists its updates; a page of one reads its
+Nothing is parsed before it is needed. Opening a run lists its updates; a page of one reads its
 trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
 summaries of the last few updates stay in memory.
 """
@@ -33,7 +33,7 @@ from treegraft.view.tokens import TokenTexts
 _FileState = tuple[Path, int, int]
 """A file with its time and size, which differ once it has changed."""
 LAST = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
-"""Metrics whose last values stand in the list of runs."""
+"""Metrics whose last values the list of runs has."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _LOOK_S = 5.0
@@ -93,7 +93,7 @@ class RunReader:
         path = self.path / name
         if leads_outside(path, self.path):
             raise DataError(
-                f"'{path}' is a link that leads out of the run folder; such files are not shown",
+                f"'{path}' is a link that leads out of the run folder; such files are not read",
                 code="link-leads-out",
             )
         return path
@@ -154,7 +154,7 @@ class RunReader:
         table = self.table()
         newest = 0
         with suppress(OSError):  # a resume has just cut one away
-            # Their heads are not read: a list of runs asks each run again and again.
+            # Their heads are not read: a list of runs polls each run.
             for path in filter(Path.exists, [metrics, *self._tree_files()]):
                 newest = max(newest, path.stat().st_mtime_ns)
         total = self.setting("run", "num_updates") or 0
@@ -180,7 +180,7 @@ class RunReader:
         }
 
     def _named_by(self) -> dict[str, str]:
-        """The settings by which a list of runs tells them apart, as text."""
+        """The settings that distinguish runs in a list, as text."""
         config = self.config()
         explorers = config.get("explore", {}).get("explorers")
         return {
@@ -234,7 +234,7 @@ class RunReader:
         part = self._part(name)
         if not 0 <= number < (total := len(part.places())):
             raise DataError(
-                f"'{name}' of run '{self.name}' holds {total} trees; there is no number"
+                f"'{name}' of run '{self.name}' has {total} trees; there is no number"
                 f" {number}, expected 0 to {total - 1}",
                 code="no-such-tree",
             )
@@ -330,7 +330,7 @@ class RunSet(Mapping[str, RunReader]):
             self._looked = time.monotonic()
 
     def folder_of(self, name: str) -> str:
-        """Returns the folder of a run below the folder that was named; "" where it lies directly
+        """Returns the folder of a run below the folder that was named; "" if it is directly
         in it, and for a run that was named itself."""
         path = self._runs[name].path.parent
         for home in self._homes:
@@ -346,7 +346,7 @@ class RunSet(Mapping[str, RunReader]):
             if "config.json" in files and _is_run(path):
                 self._add(path)
                 found += 1
-            # A run holds no other runs, and its checkpoints are folders with a config.json too.
+            # A run contains no other runs, and its checkpoints are folders with a config.json too.
             if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
                 below.clear()
             below[:] = sorted(name for name in below if not name.startswith("."))
@@ -372,8 +372,8 @@ class RunSet(Mapping[str, RunReader]):
 
 
 def _is_run(path: Path) -> bool:
-    # The config.json of a model lies in a folder without metrics or trees; that of a run which has
-    # just begun holds the settings of runs.
+    # The folder of a model has a config.json too. A run that has just begun has neither metrics nor
+    # trees, but its config.json has settings of runs.
     if (path / "metrics.jsonl").exists() or (path / "trees").is_dir():
         return (path / "config.json").exists()
     try:

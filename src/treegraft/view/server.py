@@ -147,7 +147,7 @@ class Entry:
 
 
 def _finite(value: Any) -> Any:
-    # JSON has no NaN and no infinity; a loss that diverged is shown as text.
+    # JSON has no NaN and no infinity; a loss that diverged becomes text.
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -156,8 +156,8 @@ def _finite(value: Any) -> Any:
 
 
 def json_bytes(data: Any) -> bytes:
-    """Returns data as JSON that a browser reads, whatever a damaged record holds."""
-    # Numbers that are not finite are rare: the walk through all data is made only where one is.
+    """Returns data as JSON that a browser reads, whatever a damaged record contains."""
+    # Numbers that are not finite are rare: only with one of them all data are walked through.
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode()
@@ -239,7 +239,7 @@ class Api:
         return self._runs[name]
 
     def _tree(self, request: Request) -> tuple[RunReader, str, int]:
-        """The run, the file and the number of the tree that is asked for."""
+        """The run, the file and the number of the requested tree."""
         number = request.path_params["n"]
         if not re.fullmatch("[0-9]{1,12}", number):
             raise DataError(
@@ -257,7 +257,7 @@ class Api:
         ]
 
     def run(self, request: Request) -> Any:
-        """One run: its settings, its files of trees, and whether texts can be shown."""
+        """One run: its settings, its files of trees, and whether it has texts of tokens."""
         run = self._run(request)
         files = [
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
@@ -285,11 +285,11 @@ class Api:
             first = 0
         lines = table.lines(numbers[first:])
         found = [recorded(line) for line in lines]
-        # The line before each is needed where a warning may begin.
+        # The line before each tells whether a warning begins.
         warned = [number for number, some in zip(numbers[first:], found, strict=True) if some]
         earlier = dict(zip(warned, table.lines([max(0, n - 1) for n in warned]), strict=True))
         before = [recorded(earlier[n]) if n in earlier and n else [] for n in numbers[first:]]
-        # The trees tell how many tasks were held out; a source may have fewer than asked.
+        # The trees say how many tasks were held out; a source may have fewer than the settings.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
         every = dict.fromkeys(table.names(), 0.0)
@@ -372,7 +372,7 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
         except TreegraftError as error:
             return _json({"error": str(error), "code": error.code}, 409)
         except DAMAGE as error:
-            _log.warning("%s cannot be shown", request.url.path, exc_info=error)
+            _log.warning("%s could not be read", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
 
@@ -390,7 +390,7 @@ def build_app(
 
     Args:
         runs: by name, from `open_runs`.
-        host: where it listens, for the check of the Host header.
+        host: the address on which it listens, for the check of the Host header.
         token: what a request has to know; None for a server that nothing but a test can reach.
         is_framed: whether pages of this machine may show it in a frame.
     """

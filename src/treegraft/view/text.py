@@ -110,7 +110,7 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
     if group is None:
         return _list(run, file)
     if leaf is not None:
-        run.path_of(file, group, leaf)  # refused where there is none
+        run.path_of(file, group, leaf)  # raises if there is none
     tokens = run.tokens if run.tokens.is_there else None
     return drawn(run.tree(file, group), leaf, tokens, run.config())
 
@@ -122,7 +122,7 @@ def drawn(
     config: Mapping[str, Any] | None = None,
 ) -> RenderableType:
     """Returns a tree with the transcript of its best leaf, or that of `leaf` alone; without
-    `tokens` a text that the format could not read is shown by its length. `config` holds the run's
+    `tokens` a text that the format could not read is replaced by its length. `config` are the run's
     settings, see `entropy_changes`."""
     paths = tree.trajectories()
     chosen = leaf if leaf is not None else best_leaf(paths)
@@ -190,13 +190,12 @@ def _drawing(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> Drawing:
 
 def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] | None) -> Text:
     author = step.origin.name.lower()
-    text = Text(f"{step.id} ", style="dim")
+    text = Text()
+    text.append(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
-    text.append(f" {step.num_tokens} tokens  {action(step, 60)}")
-    for remark, style in remarks(step, change):
-        # What was decided against is counted above the tree.
-        if style != "dim":
-            text.append(f"  {remark}", style=style)
+    text.append(f" {step.num_tokens} tokens  {_action(step)}")
+    for remark, style in _remarks(step, change):
+        text.append(f"  {remark}", style=style)
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
@@ -207,18 +206,18 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] 
     return text
 
 
-def action(step: Step, limit: int) -> str:
+def _action(step: Step) -> str:
     """Returns what a step does, on one line: its calls or its answer, else its thought or the rule
     that it broke."""
     said = [f"{call.name} {call.body}" for call in step.content.calls]
     said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
     text = " ".join(said) or step.content.thought or step.violation or ""
-    return plain(" ".join(text.split()), limit)
+    return plain(" ".join(text.split()), 60)
 
 
-def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yields why a step is there and what was decided beside it, each with its style; `change` is
-    that of `entropy_changes`."""
+def _remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yields why a step is there, if it is no ordinary one, with a style; `change` is that of
+    `entropy_changes`."""
     cause = step.cause
     entropy = "" if change is None else f"entropy {change['change']:+.3g} nats a token, "
     if isinstance(cause, BranchCause):
@@ -226,13 +225,6 @@ def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str,
         is_drawn = cause.rule == "random"
         why = "a further child of a finished step, drawn at random"
         yield f"branch: {why if is_drawn else f'{entropy}p {cause.probability:.3f}'}", "yellow"
-    if (decision := step.decision) is not None and decision.num_opened < max(
-        1, decision.num_wanted
-    ):
-        why = "the budget was spent" if decision.num_wanted else "the rule said no"
-        seen = decision.seen
-        bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
-        yield f"no branch, {why}: {entropy}p {seen.probability:.3f}{bar}", "dim"
     if isinstance(cause, GraftCause):
         yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
     if isinstance(cause, StoredCause):

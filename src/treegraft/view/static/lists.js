@@ -31,9 +31,9 @@ export async function updates(page, { run, query }) {
   chooser.value = only;
   replace(page, h("div", { class: "tools" }, h("h1", null, run), chooser, searchBox(run), h("span", { class: "spring" }), h("a", { href: to.settings({ runs: run }) }, "its settings")), place);
   let data = [];
-  const list = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
+  const drawList = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
     empty: () => (data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).") });
-  const draw = () => list.draw(data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only)));
+  const draw = () => drawList(data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only)));
   const load = async () => {
     const [one, metrics] = await Promise.all([get(runPath(run)), get(runPath(run, "/metrics"))]);
     const by = new Map(metrics.lines.map((line) => [line.update, line]));
@@ -104,11 +104,6 @@ function strips(rows) {
   };
 }
 
-// What faint marks are, where there are any.
-function stripLegend(rows) {
-  return rows.some((row) => row.matches.length < row.num_leaves) ? h("p", { class: "about" }, "leaves: one mark each, up or down from 0 by its reward; faint marks are leaves of a tree that do not match") : null;
-}
-
 const GROUP_COLUMNS = [
   { key: "n", label: "group", of: (row) => row.n, lead: true, keep: true, show: (row) => `group ${row.n}` },
   { key: "question", label: "question", of: (row) => row.question, text: true, keep: true, wide: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 300)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
@@ -136,7 +131,7 @@ const treeAddress = (run) => (row) => to.tree(run, row.file, row.n, row.matches 
 export async function groups(page, { run, query }, file) {
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
-  const list = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), about: stripLegend, empty: () => "No tree is like that." });
+  const drawList = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), empty: () => "No tree is like that." });
   let turn = 0;
   let isFirst = true;
   const load = async (values) => {
@@ -144,7 +139,7 @@ export async function groups(page, { run, query }, file) {
     const got = await get(runPath(run, "/groups"), { ...values, file });
     if (mine !== turn) return;
     count.textContent = plural(got.groups.length, "tree");
-    list.draw(got.groups, !isFirst);
+    drawList(got.groups, !isFirst);
     isFirst = false;
   };
   const chosen = filters(query, load);
@@ -170,7 +165,7 @@ export async function search(page, { run, query }) {
   const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
   let [rows, cursor, turn, values] = [[], null, 0, {}];
   const damaged = [];
-  const list = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), about: stripLegend, empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
+  const drawList = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
   const ask = async (mine) => {
     const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
     if (mine !== turn) return;
@@ -179,7 +174,7 @@ export async function search(page, { run, query }) {
     damaged.push(...got.damaged);
     count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}${damaged.length ? `; left out: ${damaged.join("; ")}` : ""}`;
     more.hidden = !cursor;
-    list.draw(rows);
+    drawList(rows);
     // A rare text may be far back: looks on by itself until there is a page of trees.
     if (cursor && rows.length < 50) await ask(mine);
   };

@@ -16,7 +16,7 @@ const shownIn = (column, row) => (column.show ? column.show(row) : num(column.of
 
 // A list in a place of the page. Its order, page and hidden columns stand in the address.
 // columns: {key, label, of, show, title, text (left-aligned, ascending first), keep (never hidden), wide}.
-export function makeList(place, { id, columns, address, query, first, down: firstDown = false, empty, about = () => null, rowClass = () => null }) {
+export function makeList(place, { id, columns, address, query, first, down: firstDown = false, empty, rowClass = () => null }) {
   let sort = query.sort ?? first;
   let down = query.down === undefined ? firstDown : query.down === "1";
   let at = Math.max(1, Math.floor(Number(query.page)) || 1);
@@ -58,18 +58,16 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     order.value = column.key;
     const pager = () => pages > 1 && h("span", { class: "pager" }, h("button", { disabled: at === 1, onclick: () => turnTo(at - 1), "aria-label": "page before" }, "‹"), ` ${(at - 1) * SIZE + 1} to ${(at - 1) * SIZE + part.length} of ${rows.length} `, h("button", { disabled: at === pages, onclick: () => turnTo(at + 1), "aria-label": "next page" }, "›"));
     const equal = quiet.length > 0 && h("span", { class: "dim equal" }, "Equal in all rows: ", quiet.map((one, n) => [n ? ", " : "", `${one.label} `, word(one)]), " ", h("button", { onclick: () => change(() => (showsAll = !showsAll)) }, showsAll ? "hide them" : "show as columns"));
-    replace(place, about(rows), rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), h("div", { class: "listbox" }, list), pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
+    replace(place, rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), h("div", { class: "listbox" }, list), pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
     // Only a list that is too wide scrolls in a box of its own: heads that stay in sight need the page's scrolling.
     list.parentElement?.classList.toggle("scroll", list.offsetWidth > place.clientWidth);
   }
 
-  return {
-    // Draws these rows; columns may depend on them.
-    draw(newRows, isNew = false) {
-      rows = newRows;
-      made = typeof columns === "function" ? columns(rows) : columns;
-      if (isNew) at = 1;
-      paint();
-    },
+  // Draws these rows; columns may depend on them.
+  return (newRows, isNew = false) => {
+    rows = newRows;
+    made = typeof columns === "function" ? columns(rows) : columns;
+    if (isNew) at = 1;
+    paint();
   };
 }

@@ -35,9 +35,6 @@ function drawingLegend(tree) {
     twins.length > 0 && item(h("span", { class: "times" }, "×2"), `${alike}, drawn once (x unfolds)`));
 }
 
-// What stands where there is no leaf to read.
-const NO_LEAF = "This tree has no leaf: its rollouts were lost before they had a step.";
-
 export async function treePage(page, { run, query, go }, file, n) {
   const tree = await get(runPath(run, `/trees/${encodeURIComponent(file)}/${n}`));
   const scale = scaleOf(tree);
@@ -105,7 +102,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     return { width: scroller.clientWidth, height: isStacked ? 0.7 * innerHeight : scroller.clientHeight };
   }
   function draw() {
-    if (isEmpty) return replace(scroller, h("p", { class: "notice" }, NO_LEAF));
+    if (isEmpty) return replace(scroller, h("p", { class: "notice" }, "This tree has no leaf: its rollouts were lost before they had a step."));
     const kept = scroller.scrollTop;
     drawing = new Drawing(tree, { room, scale, folding, onLeaf: (one) => choose(one, null), onStep: pickStep, onUnfold: unfoldNode });
     replace(scroller, drawing.element);
@@ -207,7 +204,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     if (view && overlay !== "ratio") view.paint(overlay);
     else if (view) drawPath();
   }
-  const nextOverlay = (by) => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + by + OVERLAYS.length) % OVERLAYS.length].id);
+  const nextOverlay = () => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + 1) % OVERLAYS.length].id);
   async function toggleMode() {
     mode = mode === "tokens" ? "read" : "tokens";
     note({ mode: mode === "read" ? "" : mode });
@@ -239,8 +236,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     ["b", "the leaf with the highest reward", () => tree.best !== null && choose(tree.best, null)],
     ["x", "unfold or fold equal steps", unfoldAll],
     ["t", "tokens or text", toggleMode],
-    ["o", "colour by the next", () => nextOverlay(1)],
-    ["O", "colour by the one before", () => nextOverlay(-1)],
+    ["o", "colour by the next", nextOverlay],
   ];
   return {
     title: `${fileTitle(file)}, group ${n}`,
