@@ -38,7 +38,6 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import OTHER_TASKS, split_steps
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
-from treegraft.view.buffer import BufferView
 
 Run = Callable[..., tuple[int, str, str]]
 TASK = Task(id="t/0", question="?", reference=("1",))
@@ -303,11 +302,6 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
     first, _ = map(json.loads, out.splitlines())
     assert first["pruning"] == notes["expert", "search_world/train/3", "0"]
     assert treegraft("show", tmp_path / "b", "--task", "x")[0] == 2
-    view = BufferView(tmp_path, tmp_path / "b")
-    place = ("search_world/train/3", "0")
-    assert view.trace(after[place][0].content_hash)["pruning"] == notes["expert", *place]
-    full = BufferView(tmp_path, tmp_path / "a")
-    assert full.trace(full.browse()["rows"][0]["hash"])["pruning"] is None
 
     # One of each task: of two with reward 1 the shorter one, before anything is cut.
     treegraft(*shared, tmp_path / "c", "--task-best", 1, "--margin", -1000)

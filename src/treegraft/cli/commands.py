@@ -136,7 +136,7 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
     """Raises SettingError for the first of the named options that was given.
 
     Args:
-        where: the condition, such as "without --bundle".
+        where: the condition, such as "without --text".
         names: options and arguments as a person types them; one that is None, or that the command
             line does not name, was not given.
     """
