@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studies.controls import shuffled, swapped
 from tests.support.error_codes import raises_code
 
 from treegraft.cli import main as cli
 from treegraft.core.types import StepContent, ToolCall, Trace
-from treegraft.extras.lab.study.controls import shuffled, swapped
 from treegraft.extras.lab.study.file import read_study
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import (
@@ -545,11 +545,10 @@ def test_the_study_of_the_docs_is_right(tmp_path: Path) -> None:
 
 def test_a_pruned_buffer_is_made_of_one_that_is_built(tmp_path: Path) -> None:
     for more, code in (
-        ("prune = 'raw', samples = 3", "study-invalid"),
-        ("prune = 'rwa'", "study-invalid"),
-        ("prune = 'x'", "study-invalid"),
-        ("shuffle = 'x'", "study-invalid"),
-        ("swap = 'raw', prune = 'raw'", "study-invalid"),
+        ("source = 'raw', maker = 'm:f', samples = 3", "study-invalid"),
+        ("source = 'rwa', maker = 'm:f'", "study-invalid"),
+        ("source = 'x', maker = 'm:f'", "study-invalid"),
+        ("source = 'raw'", "study-invalid"),
     ):
         with raises_code(code):
             make_plan(written(tmp_path, SMALL + f"buffers.x = {{ {more} }}\n"))

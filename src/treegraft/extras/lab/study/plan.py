@@ -68,11 +68,11 @@ class BufferPlan:
     min_reward: float
     fingerprint: str
     source: BufferPlan | None = None
-    """The buffer that it is made from; None for one that an agent builds."""
-    control: str = ""
-    """How the steps of `source` are mixed up, by `study.controls.CONTROLS`; "" for one that is
-    built, or pruned with the weights of `warmup`."""
+    """The buffer that it is made from; None for one that the expert builds."""
+    maker: str = ""
+    """Import path of the function that makes it from `source`."""
     warmup: WarmupPlan | None = None
+    """The one whose checkpoint the maker gets."""
 
     @property
     def file(self) -> str:
@@ -331,36 +331,36 @@ class _Planner:
         seed = study.first_seed + pair
         work = own.model_dump(include={"samples", "keep", "min_reward"})
         # Keys of a buffer in 0.8's development, so that its lines of results count.
-        parts = {"agent": "expert", "num_tasks": None, **work}
+        built = {"agent": "expert", "num_tasks": None, **work}
         made = BufferPlan(
             name=name,
             world=world,
             pair=pair,
             config=loaded.seeded(seed),
-            fingerprint=_hash(["buffer", seed, loaded.told_of(OF_EXPERT), parts]),
+            fingerprint=_hash(["buffer", seed, loaded.told_of(OF_EXPERT), built]),
             **work,
         )
-        if not own.made_from:
+        if own.source is None:
             return made
-        ((key, of),) = own.made_from.items()
-        source = self._buffer(of, world, pair, warmup)
-        if key != "prune":
-            told_apart = _hash([key, seed, source.fingerprint])
-            config = source.config
-            return replace(made, config=config, source=source, control=key, fingerprint=told_apart)
-        if warmup is None:
-            raise SettingError(
-                f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
-                f" '{world}' has none; name one there.",
-                code="warmup-missing",
-            )
-        # The margin of pruning, and whether only the best trajectories count.
-        how = [0.0, False]
+        source = self._buffer(own.source, world, pair, warmup)
+        how = own.maker.rpartition(":")[2]
+        parts: list[Any] = [how, seed, source.fingerprint]
+        if own.by_warmup:
+            if warmup is None:
+                raise SettingError(
+                    f"{self._path}: buffer '{name}' is made with the weights of a warm-up, and"
+                    f" world '{world}' has none; name one there.",
+                    code="warmup-missing",
+                )
+            # The numbers are those of options of 0.8's development.
+            parts = [how, source.fingerprint, warmup.fingerprint, [0.0, False]]
         return replace(
             made,
+            config=source.config,
             source=source,
-            warmup=warmup,
-            fingerprint=_hash(["pruned", source.fingerprint, warmup.fingerprint, how]),
+            maker=own.maker,
+            warmup=warmup if own.by_warmup else None,
+            fingerprint=_hash(parts),
         )
 
 

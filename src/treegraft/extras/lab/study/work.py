@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import pkgutil
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
-from treegraft.extras.lab.pruning.work import BufferPruning
-from treegraft.extras.lab.study.controls import CONTROLS
 from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.results import Line, by_update, curve
 from treegraft.parts import (
@@ -53,12 +54,7 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
         for leftover in place.parent.glob(f"*{place.name}*"):
             leftover.unlink()
         place.parent.mkdir(parents=True, exist_ok=True)
-        if job.source is None:
-            costs = _build(job, place)
-        elif job.control:
-            costs = _mix_up(job, job.source, out)
-        else:
-            costs = _prune(job, job.source, out)
+        costs = _build(job, place) if job.source is None else _make(job, job.source, out)
     costs["fingerprint"] = job.fingerprint
     files.write_atomically(note, json.dumps(costs) + "\n")
     return costs
@@ -137,42 +133,35 @@ def _build(job: BufferPlan, place: Path) -> Line:
     }
 
 
-def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
-    assert job.warmup is not None
+def _make(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
+    """Makes a buffer from another one; it costs what its source did, too."""
     calibration_s = calibrate()
-    before = read_note(note_of(source, out))
-    work = BufferPruning.of(
-        job.config,
-        model=str(_start(job.warmup, out)),
-        buffer=out / source.file,
-        out=out / job.file,
+    costs = read_note(note_of(source, out))
+    counts = _maker(job)(
+        out / source.file,
+        out / job.file,
+        config=job.config,
+        seed=job.config.run.seed,
+        checkpoint=None if job.warmup is None else _start(job.warmup, out),
     )
-    work.run(display=NoDisplay())
-    if work.stopped_by is not None:
-        raise interrupt.Ended(work.stopped_by)
-    report = work.report
     # In seconds of this calibration.
-    source_s = before["cpu_s"] * calibration_s / before["calibration_s"]
-    return {
-        "trajectories": report.num_trajectories,
-        "shortened": report.num_shortened,
-        "steps_cut": report.num_cut,
-        "attempts": before["attempts"],
-        "calls": before["calls"],
-        "cpu_s": report.cpu_s + source_s,
-        "calibration_s": calibration_s,
-    }
+    source_s = costs["cpu_s"] * calibration_s / costs["calibration_s"]
+    cpu_s = source_s + counts.get("cpu_s", 0.0)
+    return costs | counts | {"cpu_s": cpu_s, "calibration_s": calibration_s}
 
 
-def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
-    """Makes a control; it costs what its source did."""
-    with (
-        TraceBuffer.open_as_built(out / source.file) as before,
-        TraceBuffer(out / job.file, before.load_encoder()) as mixed,
-    ):
-        mixed.add(CONTROLS[job.control](before.trajectories(), job.config.run.seed))
-        num_stored = sum(1 for _ in mixed.trajectories())
-    return {**read_note(note_of(source, out)), "trajectories": num_stored}
+def _maker(job: BufferPlan) -> Callable[..., Mapping[str, float]]:
+    # A console script does not see its working directory.
+    sys.path.append(os.getcwd())
+    try:
+        found: Callable[..., Mapping[str, float]] = pkgutil.resolve_name(job.maker)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(
+            f"'buffers.{job.name}.maker': '{job.maker}' cannot be loaded ({error}); expected"
+            " package.module:function. Start from the folder that holds the package.",
+            code="maker-missing",
+        ) from error
+    return found
 
 
 def _start(warmup: WarmupPlan, out: Path) -> Path:
