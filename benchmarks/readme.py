@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft.extras.lab.statistics import (
+from treegraft.extras.statistics import (
     accuracy_at,
     bootstrap_interval,
     permutation_test,

@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft.extras.lab.statistics import accuracy_at
+from treegraft.extras.statistics import accuracy_at
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import CALLS, SECONDS, key_of, known_runs, removed_runs
 

@@ -606,7 +606,8 @@ def test_controls_are_made_of_other_buffers(
 ) -> None:
     """Their histories and costs, with other steps."""
     text = SMALL.replace("worlds.perfect = {}", "") + (
-        "buffers.x = { shuffle = 'raw' }\nbuffers.y = { swap = 'raw' }\n"
+        "buffers.x = { source = 'raw', maker = 'studies.controls:shuffle' }\n"
+        "buffers.y = { source = 'raw', maker = 'studies.controls:swap' }\n"
         "arms.x = { base = 'RAPO', buffer = 'x' }\narms.y = { base = 'RAPO', buffer = 'y' }\n"
     )
     monkeypatch.setattr("logging.disable", lambda level: None)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from treegraft.extras.lab.report.groups import Group, Point
-from treegraft.extras.lab.statistics import student
 from treegraft.extras.lab.study.results import CALLS, SECONDS, TOKENS
+from treegraft.extras.statistics import student
 from treegraft.parts import RunReader, plain
 
 # Loaded where something is drawn: the extra `reports` brings it.

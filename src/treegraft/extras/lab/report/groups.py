@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.extras.lab.report.records import Record
-from treegraft.extras.lab.statistics import Interval, student, wilson
+from treegraft.extras.statistics import Interval, student, wilson
 
 _UNNAMED = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)*$")
 """The end of the name that a run gets without run.name."""

@@ -9,13 +9,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from treegraft.extras.lab.statistics import (
-    Interval,
-    accuracy_at,
-    bootstrap_interval,
-    holm,
-    permutation_test,
-)
 from treegraft.extras.lab.study.results import (
     CALLS,
     SECONDS,
@@ -26,6 +19,13 @@ from treegraft.extras.lab.study.results import (
     mixed_pairs,
 )
 from treegraft.extras.lab.text import counted, ranges, table
+from treegraft.extras.statistics import (
+    Interval,
+    accuracy_at,
+    bootstrap_interval,
+    holm,
+    permutation_test,
+)
 
 WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""

@@ -144,10 +144,9 @@ def _make(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
         seed=job.config.run.seed,
         checkpoint=None if job.warmup is None else _start(job.warmup, out),
     )
-    # In seconds of this calibration.
-    source_s = costs["cpu_s"] * calibration_s / costs["calibration_s"]
-    cpu_s = source_s + counts.get("cpu_s", 0.0)
-    return costs | counts | {"cpu_s": cpu_s, "calibration_s": calibration_s}
+    # In seconds of the source's calibration.
+    own_s = counts.get("cpu_s", 0.0) * costs["calibration_s"] / calibration_s
+    return costs | counts | {"cpu_s": costs["cpu_s"] + own_s}
 
 
 def _maker(job: BufferPlan) -> Callable[..., Mapping[str, float]]:
