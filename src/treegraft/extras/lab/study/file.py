@@ -50,6 +50,16 @@ class Arm(_Table):
     tuning_cpu_s: float = Field(0.0, ge=0)
     """The same in CPU seconds."""
 
+    @property
+    def tuning(self) -> dict[str, float]:
+        """What choosing its settings took; empty if it took nothing."""
+        found = {
+            "runs": self.tuning_runs,
+            "calls": self.tuning_calls,
+            "cpu_s": self.tuning_cpu_s,
+        }
+        return found if any(found.values()) else {}
+
 
 class Warmup(_Table):
     """A supervised warm-up, trained once for each pair and shared by arms and worlds."""

@@ -131,8 +131,8 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             **found,
             "settings": dict(run.shown),
         }
-        if any(run.tuning.values()):
-            line["tuning"] = dict(run.tuning)
+        if run.own.tuning:
+            line["tuning"] = run.own.tuning
         files.LineFile(path).append(json.dumps(line, default=str))
 
 
