@@ -10,9 +10,7 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from rich.console import Console
 from tests.support.chat_server import said, serving
 from tests.support.corpus import DATA
 from tests.support.error_codes import raises_code
-from tests.support.forked import Forked
 from tests.support.slow_learner import example_trees
 from tests.support.tiny import tiny, write_recipe
 
@@ -381,32 +378,6 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
         "treegraft.evals.measuring.Parts.build", lambda *_, **__: pytest.fail("loaded a model")
     )
     assert evaluated(agent, tmp_path / "cut").report == whole.report
-
-
-@pytest.mark.smoke
-def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -> None:
-    command = [
-        *("treegraft", "eval", "suite", str(agent[0]), "bamboogle,webwalker"),
-        *("engine.max_rows=4", "eval.greedy=false", "eval.num_samples=2"),
-        *("--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--json"),
-    ]
-    trees = tmp_path / "cut" / "trees" / "bamboogle.jsonl"
-    end = time.monotonic() + 240
-    with Forked(command, cwd=ROOT, stderr=subprocess.STDOUT) as process:
-        while (
-            process.poll() is None
-            and time.monotonic() < end
-            and not (trees.exists() and trees.read_bytes().count(b"\n") >= 2)
-        ):
-            time.sleep(0.005)
-        process.kill()
-    kept = trees.read_bytes()
-    assert kept.count(b"\n") >= 2
-    found = evaluated(agent, tmp_path / "cut", overrides=["engine.max_rows=4"])
-    assert found.num_done == 2 * NUM_ITEMS and found.stopped_by is None
-    assert trees.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    evaluated(agent, tmp_path / "whole", overrides=["engine.max_rows=4"])
-    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
 
 
 def test_numbers_of_a_report_by_hand(agent: tuple[Path, Path], tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from treegraft.extras.lab.report.records import (
     split_label,
 )
 from treegraft.runs.record import RunFolder
-from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
 
 ACCURACY = "eval/accuracy_sampled"
@@ -192,10 +191,6 @@ def test_calls_of_a_run_include_those_that_an_environment_repeats(tmp_path: Path
     path = made_run(tmp_path / "own", {"run": {"num_updates": 10, "max_calls": 16}}, lines)
     found = read_run(path)
     assert [line[CALLS] for line in found.lines] == [9, 7] and not found.notes
-
-
-def test_settings_are_flat() -> None:
-    assert flatten({"a": {"b": {"c": 1}, "d": [1]}, "e": {}}) == {"a.b.c": 1, "a.d": [1], "e": {}}
 
 
 def test_labels_stand_before_paths(tmp_path: Path) -> None:

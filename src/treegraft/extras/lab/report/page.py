@@ -4,7 +4,6 @@ to the network."""
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,9 +16,6 @@ from treegraft.extras.lab.report.groups import Group, differing, show
 from treegraft.extras.lab.report.records import GREEDY, SAMPLED
 from treegraft.extras.lab.study.results import CALLS, SECONDS, TOKENS
 from treegraft.parts import plain
-
-_MOST_ROWS = 400
-"""Rows of a table on the page; its CSV has all of them."""
 
 
 def page(
@@ -47,7 +43,6 @@ def page(
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     return environment.from_string(source).render(
         title=title,
-        most_rows=_MOST_ROWS,
         summary=[_summary(one) for one in groups],
         notes=notes,
         titles=[one.title for one in groups],
@@ -97,11 +92,8 @@ def number(value: float | None) -> str:
     """Returns a number as tables on the page show it, to 4 digits; "" for None."""
     if value is None:
         return ""
-    if not math.isfinite(value):
-        return str(value)
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    is_long = abs(value) >= 10_000 or float(value).is_integer()
+    return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 
 def _clean(value: Any) -> Any:

@@ -103,7 +103,12 @@ def study(
     if mode != "--table":
         commands.refuse_idle(context, "without --table", "--brief", "--baseline")
     if file.suffix == ".jsonl":
-        _refuse_no_results(file, with_table=table)
+        if not table:
+            raise SettingError(
+                f"command line: '{file}': got a file of results; expected the file of a study"
+                " (.toml) to run, or --table to print the tables of these results.",
+                code="results-not-study",
+            )
         commands.refuse_idle(
             context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
         )
@@ -130,21 +135,6 @@ def _shipped(file: Path) -> Path:
     """The file of a study of this clone by its name; other paths as they are."""
     found = Path(treegraft.__file__).parents[2] / "studies" / f"{file}.toml"
     return found if file.name == str(file) and found.is_file() else file
-
-
-def _refuse_no_results(file: Path, *, with_table: bool) -> None:
-    if not file.is_file():
-        hint = errors.nearest(str(file), map(str, file.parent.glob("*.jsonl")))
-        raise DataError(
-            f"'{file}' does not exist; expected a study's file of results.{hint}",
-            code="results-missing",
-        )
-    if not with_table:
-        raise SettingError(
-            f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
-            " to run, or --table to print the tables of these results.",
-            code="results-not-study",
-        )
 
 
 def _say_counts(plan: Plan, results: Path) -> None:
