@@ -223,7 +223,9 @@ def over_updates(data: Data, keys: Sequence[str]) -> Figure:
     if absent:
         meanings += f" Left out, since not recorded: {', '.join(absent)}."
     caption = f"Means over the runs of a group, up to the update that all reached. {INTERVALS} "
-    columns = ("panel", "metric", "group", "update", "n", "x", "mean", "low", "high")
+    columns = ("panel", "metric", "group", "update", "n", "mean", "low", "high")
+    # Their place is the update itself.
+    rows = [(*row[:5], *row[6:]) for row in rows]
     return Figure(caption + meanings, columns, rows, drawing)
 
 
