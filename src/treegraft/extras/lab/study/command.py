@@ -109,6 +109,11 @@ def study(
                 " (.toml) to run, or --table to print the tables of these results.",
                 code="results-not-study",
             )
+        if not file.is_file():
+            raise DataError(
+                f"'{file}' does not exist; expected a study's file of results.",
+                code="results-missing",
+            )
         commands.refuse_idle(
             context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
         )
