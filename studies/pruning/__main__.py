@@ -16,8 +16,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
 
+from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
 from treegraft import DataError, SettingError, Trace, TraceBuffer, TreegraftError, load_config
 from treegraft.parts import commands, judging, plain
 

@@ -20,7 +20,6 @@ from contextlib import closing
 from pathlib import Path
 
 from studies.pruning.work import BufferPruning, PruneChoice
-
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.display import shown

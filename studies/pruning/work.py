@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from studies.pruning.steps import Score, Trajectory, Weighed, circling, cut_idle_steps
-
 from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
 from treegraft.parts import NoDisplay, interfaces, interrupt, judging
 

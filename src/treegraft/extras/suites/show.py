@@ -73,7 +73,7 @@ def _print_scores(report: SuiteNumbers, console: Console, title: Text) -> None:
     columns += [f"pass@{k}" for k in ks]
     rows: list[list[Any]] = []
     for one in report.sets:
-        shares = [one.em, one.f1, one.match]
+        shares: list[float | None] = [one.em, one.f1, one.match]
         shares += [one.judge] if report.judge_model else []
         shares += [one.pass_at.get(k) for k in ks]
         row = [one.name, one.measure, one.num_items, interval(one.score)]

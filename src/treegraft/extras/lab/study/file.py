@@ -247,8 +247,10 @@ def _circles(kind: str, key: str, above: Mapping[str, str | None]) -> Iterator[s
     """A sentence for each name that comes back to one below it."""
     for name in above:
         seen = [name]
-        while (base := above[seen[-1]]) in above and base not in seen:
+        base = above[name] or ""
+        while base in above and base not in seen:
             seen.append(base)
+            base = above[base] or ""
         if base in seen:
             yield f"'{kind}.{name}.{key}': a circle: {' -> '.join([*seen, base])}."
 

@@ -146,7 +146,7 @@ def _make(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
     )
     # In seconds of the source's calibration.
     own_s = counts.get("cpu_s", 0.0) * costs["calibration_s"] / calibration_s
-    return costs | counts | {"cpu_s": costs["cpu_s"] + own_s}
+    return {**costs, **counts, "cpu_s": costs["cpu_s"] + own_s}
 
 
 def _maker(job: BufferPlan) -> Callable[..., Mapping[str, float]]:
