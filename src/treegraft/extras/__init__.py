@@ -45,8 +45,6 @@ WITH_COMMANDS = (
 MOVED = {
     "treegraft.evals.suites": "treegraft.extras.suites.sets",
     "treegraft.study": "treegraft.extras.lab.study",
-    "treegraft.traces.prune_buffer": "treegraft.extras.lab.pruning.work",
-    "treegraft.traces.prune": "treegraft.extras.lab.pruning.steps",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
     "treegraft.tasks.sokoban": "treegraft.examples.environments.sokoban",
     "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",

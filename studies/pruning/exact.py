@@ -1,6 +1,6 @@
 """How many of a study's trajectories are those of a perfect expert, as stored and once pruned.
 
-    python -m benchmarks.pruned_buffers runs/methods-xeon/buffers --world imperfect
+    python -m studies.pruning.exact runs/methods-xeon/buffers --world imperfect
 
 The folder is that of the buffers that a study of the search world has made. A trajectory is exact
 if it makes the question's calls in their order, none besides, and answers with the last result.

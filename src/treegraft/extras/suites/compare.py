@@ -3,39 +3,24 @@ flipped."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from treegraft import DataError, Tree
 from treegraft.extras.suites.folder import EvalFolder
 from treegraft.extras.suites.numbers import (
+    Interval,
     Verdicts,
     correctness,
     item_means,
     main_measure,
     main_score,
 )
-from treegraft.extras.suites.scores import Interval, bootstrap, stratified_bootstrap
 from treegraft.extras.suites.sets import SETS
-from treegraft.parts import errors, measuring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """An item whose share of correct trajectories differs: Flip(task_id="gsm8k/7", question="...",
-    before=0.0, after=1.0, ...)"""
-
-    task_id: str
-    question: str
-    reference: tuple[str, ...]
-    before: float
-    after: float
-    answer_before: str | None
-    """Of the first trajectory; None without one."""
-    answer_after: str | None
+from treegraft.parts import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +35,9 @@ class SetComparison:
     gain: Interval
     """Mean difference with its 95 % paired bootstrap interval: items are drawn with both of their
     scores."""
-    gained: list[Flip]
-    """Items with more correct trajectories after."""
-    lost: list[Flip]
+    gained: list[str]
+    """Ids of the items with more correct trajectories after."""
+    lost: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +59,7 @@ class Comparison:
 def compare_evaluations(before: Path, after: Path) -> Comparison:
     """Returns the second evaluation against the first, over the sets that both hold.
 
-    The judge's verdict counts where both were judged by the same model, else the rule.
+    The judge's verdict counts if both were judged by the same model, else the rule.
 
     Raises:
         CheckpointError: one of them is no folder of an evaluation, or they hold no set in common.
@@ -89,19 +74,20 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
             f" {', '.join(held[1]) or 'no set'}; expected a set that both hold.",
             code="no-common-set",
         )
-    verdicts = [_verdicts(folder) for folder in folders]
-    notes = [
-        f"only in {folder.path}: {', '.join(alone)}"
-        for folder, own in zip(folders, held, strict=True)
-        if (alone := [name for name in own if name not in common])
-    ]
-    models = [None if one is None else one.model for one in verdicts]
-    if models[0] is None or models[0] != models[1]:
+    notes = []
+    for folder, own in zip(folders, held, strict=True):
+        if alone := [name for name in own if name not in common]:
+            notes.append(f"only in {folder.path}: {', '.join(alone)}")
+    models = [folder.judge_model() for folder in folders]
+    is_judged = models[0] is not None and models[0] == models[1]
+    if any(models) and not is_judged:
         # Two judges are no more comparable than a judge and a rule.
-        verdicts = [None, None]
-        if any(models):
-            notes.append("not judged by one model on both sides, so answers count by rule")
-    compared, differences = [], []
+        notes.append("not judged by one model on both sides, so answers count by rule")
+    verdicts: list[Verdicts | None] = [None, None]
+    if is_judged:
+        verdicts = [Verdicts(model=str(models[0]), by_key=one.verdicts()) for one in folders]
+    compared = []
+    differences = []
     for name in common:
         if held[0][name]["digest"] != held[1][name]["digest"]:
             raise DataError(
@@ -111,17 +97,11 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
                 code="items-differ",
             )
         trees = [_finished(folder, name, held[0][name]["num"]) for folder in folders]
-        one, values = _compare_set(name, trees, verdicts)
+        one, gains = _compare_set(name, trees, verdicts)
         compared.append(one)
-        differences.append(values)
-    gain = stratified_bootstrap(differences)
+        differences.append(gains)
+    gain = Interval.over(*differences)
     return Comparison(before=str(before), after=str(after), sets=compared, gain=gain, notes=notes)
-
-
-def _verdicts(folder: EvalFolder) -> Verdicts | None:
-    """Returns the judge's verdicts that the folder's report was made with."""
-    model = folder.judge_model()
-    return None if model is None else Verdicts(model=model, by_key=folder.verdicts())
 
 
 def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
@@ -140,30 +120,30 @@ def _compare_set(
     name: str, trees: Sequence[Sequence[Tree]], verdicts: Sequence[Verdicts | None]
 ) -> tuple[SetComparison, list[float]]:
     measure = main_measure(SETS[name], verdicts[0])
-    sides = list(zip(trees, verdicts, strict=True))
-    before, after = (item_means(own, main_score(measure, one)) for own, one in sides)
-    shares = [item_means(own, correctness(measure, one)) for own, one in sides]
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    flips = [
-        Flip(
-            task_id=old.task.id,
-            question=old.task.question,
-            reference=old.task.reference,
-            before=share_before,
-            after=share_after,
-            answer_before=measuring.answer_of(old.trajectories()[0]),
-            answer_after=measuring.answer_of(new.trajectories()[0]),
-        )
-        for old, new, share_before, share_after in zip(*trees, *shares, strict=True)
-    ]
+    before, after = (
+        item_means(own, main_score(measure, said))
+        for own, said in zip(trees, verdicts, strict=True)
+    )
+    shares_before, shares_after = (
+        item_means(own, correctness(measure, said))
+        for own, said in zip(trees, verdicts, strict=True)
+    )
+    gains = [b - a for a, b in zip(before, after, strict=True)]
+    gained = []
+    lost = []
+    for tree, first, second in zip(trees[0], shares_before, shares_after, strict=True):
+        if second > first:
+            gained.append(tree.task.id)
+        if second < first:
+            lost.append(tree.task.id)
     compared = SetComparison(
         name=name,
         measure=measure,
-        num_items=len(differences),
-        before=statistics.fmean(before),
-        after=statistics.fmean(after),
-        gain=bootstrap(differences),
-        gained=[flip for flip in flips if flip.after > flip.before],
-        lost=[flip for flip in flips if flip.after < flip.before],
+        num_items=len(gains),
+        before=fmean(before),
+        after=fmean(after),
+        gain=Interval.over(gains),
+        gained=gained,
+        lost=lost,
     )
-    return compared, differences
+    return compared, gains

@@ -1,12 +1,14 @@
-"""Controls: buffers whose steps stand under the wrong histories, to see what their content does."""
+"""Controls: buffers whose steps follow the wrong histories, to see what their content does."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from treegraft import StepContent, Trace
+from treegraft import StepContent, Trace, TraceBuffer
 from treegraft.parts import keyed
 
 Stored = tuple[Trace, ...]
@@ -40,11 +42,23 @@ def swapped(trajectories: Iterable[Stored], seed: int) -> Iterator[Trace]:
                 yield from _with_values(traces, [one.value for one in donor])
 
 
-CONTROLS: Mapping[str, Callable[[Iterable[Stored], int], Iterator[Trace]]] = {
-    "shuffle": shuffled,
-    "swap": swapped,
-}
-"""By the key of a study's buffer."""
+def shuffle(source: Path, out: Path, *, seed: int, **_: Any) -> dict[str, float]:
+    """Writes the buffer of a study with shuffled steps."""
+    return _write(source, out, shuffled, seed)
+
+
+def swap(source: Path, out: Path, *, seed: int, **_: Any) -> dict[str, float]:
+    """Writes the buffer of a study with steps of other tasks."""
+    return _write(source, out, swapped, seed)
+
+
+def _write(source: Path, out: Path, mix: Any, seed: int) -> dict[str, float]:
+    with (
+        TraceBuffer.open_as_built(source) as before,
+        TraceBuffer(out, before.load_encoder()) as mixed,
+    ):
+        mixed.add(mix(before.trajectories(), seed))
+        return {"trajectories": sum(1 for _ in mixed.trajectories())}
 
 
 def _name(traces: Stored) -> tuple[str, str, str]:

@@ -1,5 +1,4 @@
-"""The work of `treegraft buffer prune`: from one buffer to another without the steps that did
-nothing."""
+"""From one buffer to another without the steps that did nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from studies.pruning.steps import Score, Trajectory, Weighed, circling, cut_idle_steps
 from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
-from treegraft.extras.lab.pruning.steps import (
-    Score,
-    Trajectory,
-    Weighed,
-    circling,
-    cut_idle_steps,
-)
-from treegraft.parts import interfaces, interrupt, judging
+from treegraft.parts import NoDisplay, interfaces, interrupt, judging
 
 CHUNK = 64
-"""Trajectories that are weighed and written together; a kill loses one such chunk."""
+"""Trajectories that are weighed and written together."""
 PRUNED = "pruned"
 """State of a trajectory that was weighed, whether or not a step was cut; those of the others are
 reasons."""
@@ -37,7 +30,7 @@ _SAME_REWARD = 1e-9
 
 @dataclass(slots=True)
 class PruneReport:
-    """Counts of a pruning so far, those of an earlier part of it included."""
+    """Counts of a pruning so far."""
 
     num_trajectories: int = 0
     """In the new buffer."""
@@ -50,8 +43,6 @@ class PruneReport:
     """Trajectories taken over as they are, by reason, the end of "3 trajectories ..."."""
     cut_gains: list[float] = field(default_factory=list)
     kept_gains: list[float] = field(default_factory=list)
-    num_here: int = 0
-    """Trajectories weighed by this process."""
     cpu_s: float = 0.0
     """CPU seconds of all threads of this process that weighing took, model and encoder loaded
     before."""
@@ -90,10 +81,11 @@ class PruneChoice:
 
 
 class BufferPruning:
-    """Prunes a buffer: the work of `treegraft buffer prune`, without command line and output."""
+    """The pruning of one buffer, without command line and output."""
 
     def __init__(self, config: Config, choice: PruneChoice) -> None:
-        self._config, self._choice = config, choice
+        self._config = config
+        self._choice = choice
         self._partial = choice.out.with_name(f".{choice.out.name}.partial")
         self.report = PruneReport()
         self.packing_problem: str | None = None
@@ -101,19 +93,13 @@ class BufferPruning:
         self.stopped_by: int | None = None
         """The signal that ended it; None where none did."""
 
-    @classmethod
-    def of(cls, config: Config, **choice: Any) -> BufferPruning:
-        """Returns the work for the fields of a `PruneChoice`: model, buffer, out, margin, only_best
-        and kept_tools."""
-        return cls(config, PruneChoice(**choice))
-
     @property
     def is_stopped(self) -> bool:
         """Whether a signal ended the pruning."""
         return self.stopped_by is not None
 
     def run(self, *, display: interfaces.Display) -> None:
-        """Makes the new buffer; what an interrupted call has done is taken up.
+        """Makes the new buffer.
 
         Raises:
             TreegraftError: a part that cannot be had, an empty buffer, other tasks, a vocabulary
@@ -155,27 +141,13 @@ class BufferPruning:
                     "only_best": choice.only_best,
                     "kept_tools": sorted(choice.kept_tools),
                 }
-                done = self._begun(head)
+                # Of a call that was interrupted.
+                for leftover in self._partial.parent.glob(f"{self._partial.name}*"):
+                    leftover.unlink()
                 with TraceBuffer(self._partial, buffer.load_encoder()) as new:
-                    todo = [one for one in wanted if _Settled(one).place not in done]
-                    await self._prune(todo, new, reader, score, head, display)
+                    await self._prune(wanted, new, reader, score, head, display)
                     new.fold()
         os.replace(self._partial, choice.out)
-
-    def _begun(self, head: Mapping[str, Any]) -> set[judging.Place]:
-        """The trajectories that an interrupted call has done, which are counted; what it did with
-        another buffer, model or margin is removed."""
-        if self._partial.exists():
-            file = judging.TraceFile(self._partial, create=False)
-            notes, kept = file.prunings(), file.meta().get("pruned")
-            file.close()
-            if kept == json.dumps(head):
-                for note in notes.values():
-                    self.report.count(note)
-                return set(notes)
-            for leftover in self._partial.parent.glob(f"{self._partial.name}*"):
-                leftover.unlink()
-        return set()
 
     async def _prune(
         self,
@@ -186,7 +158,6 @@ class BufferPruning:
         head: Mapping[str, Any],
         display: interfaces.Display,
     ) -> None:
-        num_done = self.report.num_trajectories
         with closing(judging.TraceFile(self._partial, create=False)) as file:
             file.add_meta({"pruned": json.dumps(head)})
             for start in range(0, len(todo), CHUNK):
@@ -197,17 +168,14 @@ class BufferPruning:
                 circles = [self._circles(one) if reader.has_environment else [] for one in ready]
                 settled = await reader.checked(self._weighed(ready, circles, score))
                 self.report.cpu_s += time.process_time() - began
-                self.report.num_here += len(ready)
                 settled += [_Settled(one) for one in chunk if one.reason]
                 new.add([trace for one in settled for trace in one.traces()])
-                # After the traces: a trajectory without a note is pruned again, to the same.
                 notes = {one.place: one.note(head) for one in settled}
                 file.add_prunings(notes)
                 for note in notes.values():
                     self.report.count(note)
                 detail = f"{self.report.num_cut} steps cut"
-                total = num_done + len(todo)
-                display.phase("pruning", self.report.num_trajectories, total, detail)
+                display.phase("pruning", self.report.num_trajectories, len(todo), detail)
 
     def _is_kept(self, content: StepContent) -> bool:
         return any(call.name in self._choice.kept_tools for call in content.calls)
@@ -449,6 +417,26 @@ class _Reader:
     ) -> list[float | None]:
         tree = judging.attempts_tree(self._setup.format, task, paths, given)
         return [leaf.reward for leaf in (await self._setup.scorer(tree)).leaves]
+
+
+def pruned(
+    source: Path, out: Path, *, config: Config, seed: int, checkpoint: Path | None
+) -> dict[str, float]:
+    """Prunes the buffer of a study with the weights of the run's warm-up, and returns counts for
+    its lines of results."""
+    assert checkpoint is not None, "by_warmup = true"
+    choice = PruneChoice(model=str(checkpoint), buffer=source, out=out)
+    work = BufferPruning(config, choice)
+    work.run(display=NoDisplay())
+    if work.stopped_by is not None:
+        raise interrupt.Ended(work.stopped_by)
+    report = work.report
+    return {
+        "trajectories": report.num_trajectories,
+        "shortened": report.num_shortened,
+        "steps_cut": report.num_cut,
+        "cpu_s": report.cpu_s,
+    }
 
 
 def _recipe_checksum(config: Config) -> str:

@@ -42,6 +42,30 @@ def bootstrap_interval(values: Values, *, level: float = LEVEL) -> Interval | No
     return float(low), float(high)
 
 
+def mean_of_means(groups: Sequence[Values]) -> tuple[float, Interval]:
+    """Returns the unweighted mean of the groups' means with its percentile bootstrap interval,
+    values resampled within each group (Efron & Tibshirani, 1993, ch. 13)."""
+
+    def statistic(*samples: npt.NDArray[Any], axis: int) -> Any:
+        return np.mean([np.mean(sample, axis=axis) for sample in samples], axis=0)
+
+    whole = float(np.mean([np.mean(group) for group in groups]))
+    # A single value has no spread, and scipy refuses one.
+    samples = [np.resize(group, max(2, len(group))) for group in groups]
+    found = stats.bootstrap(
+        samples,
+        statistic,
+        confidence_level=LEVEL,
+        n_resamples=NUM_RESAMPLES,
+        method="percentile",
+        # All draws at once of a large set would take gigabytes.
+        batch=500,
+        rng=np.random.default_rng(SEED),
+    )
+    low, high = found.confidence_interval
+    return whole, (float(low), float(high))
+
+
 def permutation_test(ours: Values, theirs: Values) -> float:
     """Returns the two-sided p of the mean paired difference when the sign of each is a coin: exact
     up to 13 pairs, so that the smallest is 2 / 2^n, by 10,000 draws beyond."""

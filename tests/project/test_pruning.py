@@ -1,27 +1,20 @@
-"""Pruning stored trajectories: the arithmetic, one packed tree against separate passes, and the
-command."""
+"""Pruning of stored trajectories: the arithmetic, one packed tree against separate passes, and
+whole buffers."""
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.families import build_model
-from tests.support.tiny import tiny, write_recipe
-
-from treegraft.cli import main as cli
-from treegraft.core.demonstration import Written, tree_of_paths
-from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
-from treegraft.extras.lab.pruning import work as prune_buffer
-from treegraft.extras.lab.pruning.steps import (
+from studies.pruning import exact
+from studies.pruning.__main__ import main
+from studies.pruning.steps import (
     Trajectory,
     Weighed,
     circling,
@@ -29,17 +22,25 @@ from treegraft.extras.lab.pruning.steps import (
     deletions_tree,
     gains_of,
 )
+from studies.pruning.work import BufferPruning, PruneChoice
+from tests.support.error_codes import raises_code
+from tests.support.families import build_model
+from tests.support.tiny import tiny
+
+from treegraft.core.demonstration import Written, tree_of_paths
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
 from treegraft.policy.learn.likelihood import Likelihood
+from treegraft.runs.display import NoDisplay
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.fill import BufferBuild
 from treegraft.traces.keys import OTHER_TASKS, split_steps
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
 
-Run = Callable[..., tuple[int, str, str]]
 TASK = Task(id="t/0", question="?", reference=("1",))
 
 
@@ -206,7 +207,7 @@ def test_law_1_one_packed_tree_gives_the_gains_of_separate_passes(
     assert gains_of(sums, len(path)) == pytest.approx(expected, abs=1e-4)
 
 
-# ---------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------- whole buffers
 
 
 @pytest.fixture(scope="module")
@@ -221,21 +222,14 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sft(config).run_dir
 
 
-@pytest.fixture
-def treegraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line in this process; returns exit code, output and errors."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["treegraft", "buffer", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO())
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        code = ended.value.code
-        out, err = capsys.readouterr()
-        return code if isinstance(code, int) else 0, out, " ".join(err.split())
-
-    return run
+def pruned(recipe: Any, model: Path, source: Path, out: Path, **choice: Any) -> BufferPruning:
+    """Prunes a buffer, and returns the work with its report."""
+    work = BufferPruning(
+        load_config(recipe), PruneChoice(model=str(model), buffer=source, out=out, **choice)
+    )
+    work.run(display=NoDisplay())
+    assert not work.is_stopped
+    return work
 
 
 def world() -> SearchWorld:
@@ -262,17 +256,17 @@ def fill(path: Path, num_samples: int = 2) -> list[tuple[Task, tuple[StepContent
 
 
 def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
-    treegraft: Run, agent: Path, tmp_path: Path
+    agent: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipe = write_recipe(tmp_path / "recipe.json", tiny())
     filled = enumerate(fill(tmp_path / "a"))
     before = {(task.id, str(n % 2)): steps for n, (task, steps) in filled}
     old = (tmp_path / "a").read_bytes()
-    shared = ("prune", recipe, "--model", agent, tmp_path / "a")
-    code, out, _ = treegraft(*shared, tmp_path / "b", "--json")
-    report = json.loads(out)
-    assert code == 0 and report["num_weighed"] == report["num_trajectories"] == 24
-    assert report["num_steps"] == sum(map(len, before.values()))
+    report = pruned(tiny(), agent, tmp_path / "a", tmp_path / "b").report
+    assert report.num_weighed == report.num_trajectories == 24
+    assert report.num_steps == sum(map(len, before.values()))
     notes = TraceFile(tmp_path / "b", create=False).prunings()
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         after = {(one[0].task_id, one[0].trajectory): one for one in buffer.trajectories()}
@@ -291,77 +285,34 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
         bodies = [one["value"]["calls"][0]["body"] for one in cut]
         assert bodies == [steps[one["position"]].calls[0].body for one in cut]
         num_cut += len(cut)
-    assert report["num_cut"] == num_cut > 0
-    assert treegraft(*shared, tmp_path / "b")[0] == 2  # it is there already
+    assert report.num_cut == num_cut > 0
+    with raises_code("buffer-out-taken"):
+        pruned(tiny(), agent, tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == old
 
-    shown = treegraft("show", tmp_path / "b", "-n", 24)[1]
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["pruning", "show", str(tmp_path / "b"), "-n", "24"])
+    with pytest.raises(SystemExit):
+        main()
+    shown = capsys.readouterr().out
     assert shown.count(" cut ") == num_cut
     assert "D, nats" in shown and "expert, search_world/train/0, 1, reward 1" in shown
-    code, out, _ = treegraft("show", tmp_path / "b", "--task", "search_world/train/3", "--json")
-    first, _ = map(json.loads, out.splitlines())
-    assert first["pruning"] == notes["expert", "search_world/train/3", "0"]
-    assert treegraft("show", tmp_path / "b", "--task", "x")[0] == 2
+    place = ("search_world/train/3", "0")
+    asked = ["pruning", "show", str(tmp_path / "b"), "--task", place[0], "--json"]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(SystemExit):
+        main()
+    first, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["pruning"] == notes["expert", *place]
 
     # One of each task: of two with reward 1 the shorter one, before anything is cut.
-    treegraft(*shared, tmp_path / "c", "--task-best", 1, "--margin", -1000)
+    pruned(tiny(), agent, tmp_path / "a", tmp_path / "c", only_best=True, margin=-1000.0)
     with TraceBuffer.open_as_built(tmp_path / "c") as buffer:
         best = {one[0].task_id: len(one) for one in buffer.trajectories()}
     assert best == {task: min(len(before[task, "0"]), len(before[task, "1"])) for task in questions}
 
 
-@pytest.mark.smoke
-def test_an_interrupted_pruning_goes_on_and_gives_the_same(
-    treegraft: Run, agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prune_buffer, "CHUNK", 5)
-    recipe = write_recipe(tmp_path / "recipe.json", tiny())
-    fill(tmp_path / "a")
-    shared = ("prune", recipe, "--model", agent, tmp_path / "a", "--json")
-    assert treegraft(*shared, tmp_path / "whole")[0] == 0
-
-    class Stopping(prune_buffer.PruneReport):
-        def count(self, note: Mapping[str, Any]) -> None:
-            if self.num_trajectories == 12:
-                raise KeyboardInterrupt
-            super().count(note)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prune_buffer, "PruneReport", Stopping)
-        code, _, err = treegraft(*shared, tmp_path / "b")
-    assert code == 130 and "the same command goes on" in err
-    assert not (tmp_path / "b").exists()
-    code, out, _ = treegraft(*shared, tmp_path / "b")
-    report = json.loads(out)
-    # Three chunks of five were written.
-    assert code == 0 and report["num_weighed_here"] == 9 and report["num_weighed"] == 24
-    files = [TraceFile(tmp_path / name, create=False) for name in ("whole", "b")]
-    assert files[0].prunings() == files[1].prunings()
-    with (
-        TraceBuffer.open_as_built(tmp_path / "whole") as whole,
-        TraceBuffer.open_as_built(tmp_path / "b") as b,
-    ):
-        assert whole.checksum() == b.checksum()
-    assert not list(tmp_path.glob(".b*"))
-
-    # What was done with another margin or another recipe is of no use.
-    with monkeypatch.context() as patch:
-        patch.setattr(prune_buffer, "PruneReport", Stopping)
-        treegraft(*shared, tmp_path / "d")
-    for part in [*tmp_path.glob(".d.*")]:
-        shutil.copy(part, part.with_name(part.name.replace(".d.", ".e.", 1)))
-    assert list(tmp_path.glob(".e.*"))
-    code, out, _ = treegraft(*shared, tmp_path / "d", "--margin", -1000)
-    assert json.loads(out)["num_weighed_here"] == 24 and json.loads(out)["num_cut"] == 0
-    other = write_recipe(tmp_path / "other.json", tiny(rollout={"deadline_s": 77}))
-    code, out, _ = treegraft("prune", other, *shared[2:], tmp_path / "e")
-    assert json.loads(out)["num_weighed_here"] == 24
-
-
-def test_what_cannot_be_pruned_is_taken_over_or_refused(
-    treegraft: Run, agent: Path, tmp_path: Path
-) -> None:
-    recipe = write_recipe(tmp_path / "recipe.json", tiny())
+def test_what_cannot_be_pruned_is_taken_over_or_refused(agent: Path, tmp_path: Path) -> None:
     (task, steps), *_ = fill(tmp_path / "a")
     assert len(steps) > 1
 
@@ -387,10 +338,8 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
         calls=(ToolCall("search", "e1 " * 90),), observations=(Observation(text="e1"),)
     )
     add([long, steps[-1]], "long")
-    shared = ("prune", recipe, "--model", agent, tmp_path / "a")
-    code, out, _ = treegraft(*shared, tmp_path / "b", "--json")
-    assert code == 0
-    assert json.loads(out)["left_as_they_are"] == {
+    report = pruned(tiny(), agent, tmp_path / "a", tmp_path / "b").report
+    assert report.left == {
         "with a reward not above 0": 1,
         "without an answer at the end": 1,
         OTHER_TASKS: 2,
@@ -404,21 +353,17 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(
         old, new = ([o for o in one.trajectories() if o[0].source == "other"] for one in (a, b))
     assert old == new
 
-    other = write_recipe(tmp_path / "other.json", tiny(run={"seed": 4}))
-    code, _, err = treegraft("prune", other, *shared[2:], tmp_path / "c")
-    assert code == 2 and f"30 {OTHER_TASKS}" in err
+    with raises_code("nothing-to-prune"):
+        pruned(tiny(run={"seed": 4}), agent, tmp_path / "a", tmp_path / "c")
     with TraceBuffer(tmp_path / "empty", "hashing"):
         pass
-    code, _, err = treegraft(*shared[:4], tmp_path / "empty", tmp_path / "c")
-    assert code == 2 and "is empty" in err
-    code, _, err = treegraft(*shared, tmp_path / "c", "--task-best", "2")
-    assert code == 2 and "got '2', expected 1 or all" in err
-    code, _, err = treegraft(*shared[:4], tmp_path / "none", tmp_path / "c")
-    assert code == 2 and "there is no file" in err
+    with raises_code("buffer-empty"):
+        pruned(tiny(), agent, tmp_path / "empty", tmp_path / "c")
+    with raises_code("buffer-missing"):
+        pruned(tiny(), agent, tmp_path / "none", tmp_path / "c")
     add([StepContent(answer="zebra")], "unknown word")
-    code, _, err = treegraft(*shared, tmp_path / "c")
-    assert code == 2 and "--model has no token for a word of the buffer" in err
-    assert not list(tmp_path.glob("*c*.traces")) and not (tmp_path / "c").exists()
+    with raises_code("word-without-token"):
+        pruned(tiny(), agent, tmp_path / "a", tmp_path / "c")
 
 
 def by_searches(*, trajectories: Sequence[Any], **_: Any) -> list[float]:
@@ -426,22 +371,18 @@ def by_searches(*, trajectories: Sequence[Any], **_: Any) -> list[float]:
     return [0.5 + 0.5 * any(step.content.calls for step in one.steps) for one in trajectories]
 
 
-def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(
-    treegraft: Run, agent: Path, tmp_path: Path
-) -> None:
+def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(agent: Path, tmp_path: Path) -> None:
     """Everything is cut where it may be. An answer alone has half of a reward that wants a search,
     and all of one that wants the answer."""
     fill(tmp_path / "a", num_samples=1)
-    for funcs, expected in ((["tests.extras.test_prune:by_searches"], 0), (["exact_match"], 12)):
+    for funcs, expected in ((["tests.project.test_pruning:by_searches"], 0), (["exact_match"], 12)):
         config = tiny(reward={"funcs": funcs})
         config["reward"].pop("accuracy", None)
-        recipe = write_recipe(tmp_path / "recipe.json", config)
-        given = ("--model", agent, tmp_path / "a", "--margin", 1e6, "--json")
-        code, text, _ = treegraft("prune", recipe, *given, tmp_path / f"b{expected}")
-        report = json.loads(text)
-        assert code == 0 and report["num_shortened"] == expected
-        assert sum(report["left_as_they_are"].values()) == 12 - expected
-        with TraceBuffer.open_as_built(tmp_path / f"b{expected}") as buffer:
+        out = tmp_path / f"b{expected}"
+        report = pruned(config, agent, tmp_path / "a", out, margin=1e6).report
+        assert report.num_shortened == expected
+        assert report.left.total() == 12 - expected
+        with TraceBuffer.open_as_built(out) as buffer:
             lengths = [len(one) for one in buffer.trajectories()]
         assert (min(lengths) > 1) if expected == 0 else (lengths == [1] * 12)
 
@@ -467,19 +408,16 @@ class Lamp:
         return float(self.burns)
 
 
-def test_in_an_environment_a_cut_that_it_needs_is_undone(
-    treegraft: Run, agent: Path, tmp_path: Path
-) -> None:
+def test_in_an_environment_a_cut_that_it_needs_is_undone(tmp_path: Path) -> None:
     """Every step is cut where it may be. Without a look the lamp burns all the same; without the
     light it does not, and a later look shows something else."""
     config = tiny(
-        environment={"kind": "tests.extras.test_prune:Lamp"},
+        environment={"kind": "tests.project.test_pruning:Lamp"},
         reward={"funcs": ["environment"]},
         warmup={"num_steps": 2, "decision_frac": 0.0},
-        tasks={"kind": "tests.extras.test_prune:LampWorld"},
+        tasks={"kind": "tests.project.test_pruning:LampWorld"},
     )
     del config["reward"]["accuracy"], config["tasks"]["search_world"]
-    recipe = write_recipe(tmp_path / "recipe.json", config)
 
     def step(name: str, seen: str) -> StepContent:
         return StepContent(calls=(ToolCall(name, ""),), observations=(Observation(text=seen),))
@@ -496,42 +434,38 @@ def test_in_an_environment_a_cut_that_it_needs_is_undone(
                 split_steps("lamp/0", "e1 ?", contents, reward=1.0, source="s", trajectory=name)
             )
     sft({**config, "run": {**config["run"], "dir": str(tmp_path), "name": "lamp"}})
-    shared = ("prune", recipe, "--model", tmp_path / "lamp", tmp_path / "a")
-    for kept, expected in ((["--keep-tool", "light"], 1), ([], 3)):
+    for kept, expected in ((("light",), 1), ((), 3)):
         out = tmp_path / f"b{expected}"
-        code, text, _ = treegraft(*shared, out, "--margin", 1e6, "--json", *kept)
-        assert code == 0
-        report = json.loads(text)
+        report = pruned(
+            config, tmp_path / "lamp", tmp_path / "a", out, margin=1e6, kept_tools=kept
+        ).report
         with TraceBuffer.open_as_built(out) as buffer:
             found = {one[0].trajectory: [t.value for t in one] for one in buffer.trajectories()}
         assert found["untrue"] == stored["untrue"]
         if kept:
             lit = [step("light", "e1"), answer]
             assert found["needless"] == found["seen"] == lit
-            assert report["num_cut"] == 2
+            assert report.num_cut == 2
         else:
-            assert found == stored and report["num_cut"] == 0
-            assert report["left_as_they_are"] == {
+            assert found == stored and report.num_cut == 0
+            assert report.left == {
                 "with other results, or a lower reward, without the steps that were cut": 2,
                 "with other results in its environment": 1,
             }
 
 
-def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> None:
+def test_walks_in_a_circle_are_cut_on_boards(tmp_path: Path) -> None:
     """An agent that knows nothing, and a margin below which no D lies: circles alone are cut."""
     config = load_config("sokoban", [f"run.dir={tmp_path}", "run.name=a"], smoke=True)
     tables = config.model_dump(mode="json")
     tables["tasks"]["expert_options"] = {"detour_prob": 0.5}
-    recipe = write_recipe(tmp_path / "recipe.json", tables)
     sft(tables)
-    few = [f"buffer.build.{one}" for one in ("num_samples=1", "num_best=1", "num_tasks=12")]
-    assert treegraft("build", recipe, tmp_path / "raw", *few)[0] == 0
-    given = ("--model", tmp_path / "a", tmp_path / "raw", "--margin", -1e6, "--json")
-    code, text, err = treegraft("prune", recipe, *given, tmp_path / "pruned")
-    assert code == 0, err
-    report = json.loads(text)
-    assert report["num_shortened"] > 3 and not report["left_as_they_are"]
-    assert report["median_gain_cut"] is None
+    tables["buffer"]["build"] |= {"num_samples": 1, "num_best": 1, "num_tasks": 12}
+    BufferBuild(load_config(tables), tmp_path / "raw").run(display=NoDisplay())
+    out = tmp_path / "pruned"
+    report = pruned(tables, tmp_path / "a", tmp_path / "raw", out, margin=-1e6).report
+    assert report.num_shortened > 3 and not report.left
+    assert not report.cut_gains
 
     def lengths(name: str) -> list[tuple[int, int]]:
         with TraceBuffer.open_as_built(tmp_path / name) as buffer:
@@ -542,7 +476,7 @@ def test_walks_in_a_circle_are_cut_on_boards(treegraft: Run, tmp_path: Path) -> 
         return [(len(path), sum(len(walk) for walk in circling(path[:-1]))) for path in paths]
 
     walked = sum(length for _, length in lengths("raw"))
-    assert walked == report["num_cut"] > 0
+    assert walked == report.num_cut > 0
     assert sum(length for length, _ in lengths("raw")) - walked == sum(
         length for length, walk in lengths("pruned") if walk == 0
     )
@@ -577,3 +511,26 @@ class LampWorld:
 
     def report(self) -> Sequence[str]:
         return ()
+
+
+def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
+    """A detour that pruning cuts makes a trajectory exact; a needed call that it cuts, useless."""
+    right = {"e3 r0": "r0 of e3 is e5", "e5 r1": "r1 of e5 is e7"}
+    detour = {"e3 r0": "r0 of e3 is e5", "e5 r4": "r4 of e5 is e9", "e5 r1": "r1 of e5 is e7"}
+    stored = {"0": (detour, right), "1": (right, right), "2": (right, {"e5 r1": right["e5 r1"]})}
+    for n, kind in enumerate(("raw", "pruned")):
+        with TraceBuffer(tmp_path / f"{kind}.sqlite", "hashing") as buffer:
+            for name, both in stored.items():
+                steps = [
+                    StepContent(
+                        calls=(ToolCall("search", body),), observations=(Observation(text=text),)
+                    )
+                    for body, text in both[n].items()
+                ]
+                steps.append(StepContent(answer="e7"))
+                made = split_steps(
+                    "t", "r1 of r0 of e3 ?", steps, reward=1.0, source="x", trajectory=name
+                )
+                buffer.add(made)
+    counts = exact.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
+    assert counts == (3, 2, 2, 1)

@@ -1,4 +1,8 @@
-"""`treegraft buffer prune | show`: stored trajectories without the steps that did nothing."""
+"""Pruned buffers: stored trajectories without the steps that did nothing.
+
+python -m studies.pruning prune RECIPE BUFFER OUT --model CHECKPOINT
+python -m studies.pruning show BUFFER
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,18 @@ from typing import Annotated, Any
 
 import typer
 
-from treegraft import DataError, SettingError, Trace, TraceBuffer, load_config
-from treegraft.extras.lab.pruning.work import BufferPruning, PruneChoice, PruneReport
-from treegraft.parts import commands, interrupt, judging, plain
+from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
+from treegraft import DataError, SettingError, Trace, TraceBuffer, TreegraftError, load_config
+from treegraft.parts import commands, judging, plain
 
-PRUNED_BEFORE = {
-    "--in": "treegraft buffer prune RECIPE {} OUT",
-    "--out": "treegraft buffer prune RECIPE BUFFER {}",
-}
-"""Options of 0.7, with what is written in place of each."""
-prune_app = typer.Typer(
+app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@prune_app.command(cls=commands.command_without(PRUNED_BEFORE))
+@app.command()
 def prune(
     recipe: commands.BufferRecipe,
     source: Annotated[Path, typer.Argument(metavar="BUFFER", help="The buffer to prune.")],
@@ -63,8 +62,7 @@ def prune(
     """Write a buffer without the steps that did not help the steps after them.
 
     A step is cut if the rest of its trajectory is likelier without it, and the recipe's reward not
-    lower. Nothing is sampled, and no tool is called but an environment's. The same command
-    continues an interrupted one.
+    lower. Nothing is sampled, and no tool is called but an environment's.
     """
     if task_best not in ("1", "all"):
         raise SettingError(
@@ -91,8 +89,8 @@ def prune(
     else:
         commands.print_rows(str(out), _rows(report))
     if work.stopped_by is not None:
-        commands.say("stopped; the same command goes on.", to_stderr=True)
-        raise interrupt.Ended(work.stopped_by)
+        commands.say("stopped; nothing is written.", to_stderr=True)
+        raise typer.Exit(128 + work.stopped_by)
 
 
 def _numbers(report: PruneReport) -> dict[str, Any]:
@@ -106,7 +104,6 @@ def _numbers(report: PruneReport) -> dict[str, Any]:
         "median_gain_cut": median(report.cut_gains) if report.cut_gains else None,
         "median_gain_kept": median(report.kept_gains) if report.kept_gains else None,
         "cpu_s": report.cpu_s,
-        "num_weighed_here": report.num_here,
     }
 
 
@@ -118,7 +115,7 @@ def _rows(report: PruneReport) -> dict[str, str]:
         "steps": f"{report.num_cut} of {report.num_steps} cut: {each:.2f} a trajectory before,"
         f" {after:.2f} after",
         "seconds": f"{report.cpu_s:.1f} s of CPU,"
-        f" {report.cpu_s / max(1, report.num_here):.4f} a trajectory",
+        f" {report.cpu_s / max(1, report.num_weighed):.4f} a trajectory",
     }
     for name, gains in (("cut", report.cut_gains), ("kept", report.kept_gains)):
         if gains:
@@ -130,6 +127,7 @@ def _rows(report: PruneReport) -> dict[str, str]:
     return rows
 
 
+@app.command()
 def show(
     buffer: commands.BufferOrRun,
     task: Annotated[str | None, typer.Option(help="Only trajectories of this task.")] = None,
@@ -197,3 +195,15 @@ def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> Non
         shown.add_row(Text(gain), mark, Text(plain(text), "dim" if step["is_cut"] else ""))
     commands.say(plain(first.key), "italic")
     Console().print(shown)
+
+
+def main() -> None:
+    """Runs the command line; an error of the data or the settings is one sentence."""
+    try:
+        app()
+    except TreegraftError as error:
+        raise SystemExit(f"error: {plain(str(error))}") from error
+
+
+if __name__ == "__main__":
+    main()

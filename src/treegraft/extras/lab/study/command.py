@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 import treegraft
 from treegraft import DataError, SettingError
@@ -20,12 +18,11 @@ from treegraft.extras.lab.study.results import (
     SECONDS,
     Key,
     Line,
-    known_runs,
+    lines_of,
     read_results,
-    removed_runs,
 )
 from treegraft.extras.lab.study.runner import RESULTS, run_study
-from treegraft.extras.lab.text import counted, quoted, table
+from treegraft.extras.lab.text import counted, quoted
 from treegraft.parts import commands, errors, interrupt
 
 File = Annotated[
@@ -59,17 +56,8 @@ Brief = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(metavar="ARM", help="With --table or --figure: compare each arm with this one."),
+    typer.Option(metavar="ARM", help="With --table: compare each arm with this one."),
 ]
-Figure = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Draw a figure of the papers from the finished runs: rapo-3, rapo-8, rapo-10, rapo-11,"
-        " rapo-ablations, arpo-7 or arpo-8; run nothing.",
-    ),
-]
-
 Lines = Annotated[
     bool,
     typer.Option(
@@ -102,22 +90,30 @@ def study(
     is_brief: Brief = False,
     baseline: Baseline = None,
     as_lines: Lines = False,
-    figure: Figure = None,
 ) -> None:
     """Run a study: arms in worlds, in pairs of equal seeds.
 
     The same command resumes a stopped study. Results are one line a run.
     """
-    modes = {"--lines": as_lines, "--table": table, "--check": check, "--figure": figure}
+    modes = {"--lines": as_lines, "--table": table, "--check": check}
     mode = next((name for name, value in modes.items() if value), "")
     if mode:
         others = [name for name in modes if name != mode]
         commands.refuse_idle(context, f"with {mode}", "--minutes", "--workers", *others)
     if mode != "--table":
-        own = () if mode == "--figure" else ("--baseline",)
-        commands.refuse_idle(context, "without --table", "--brief", *own)
+        commands.refuse_idle(context, "without --table", "--brief", "--baseline")
     if file.suffix == ".jsonl":
-        _refuse_no_results(file, with_table=table)
+        if not table:
+            raise SettingError(
+                f"command line: '{file}': got a file of results; expected the file of a study"
+                " (.toml) to run, or --table to print the tables of these results.",
+                code="results-not-study",
+            )
+        if not file.is_file():
+            raise DataError(
+                f"'{file}' does not exist; expected a study's file of results.",
+                code="results-missing",
+            )
         commands.refuse_idle(
             context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
         )
@@ -132,11 +128,9 @@ def study(
     if check:
         _say_counts(plan, results)
     elif table:
-        _print_tables(_lines_of(plan, results), plan, baseline, is_brief=is_brief)
-    elif figure is not None:
-        _draw(figure, _lines_of(plan, results), place, baseline or plan.study.baseline)
+        _print_tables(lines_of(plan, results), plan, baseline, is_brief=is_brief)
     elif as_lines:
-        for line in _lines_of(plan, results):
+        for line in lines_of(plan, results):
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
@@ -148,72 +142,13 @@ def _shipped(file: Path) -> Path:
     return found if file.name == str(file) and found.is_file() else file
 
 
-def _lines_of(plan: Plan, results: Path) -> list[Line]:
-    """The runs that are there, in the order of the study, with the settings in which the runs of
-    this study differ: another one that shares the file has named others. Those of removed arms come
-    last, with their own."""
-    found = known_runs(results, plan.runs)[0]
-    lines = []
-    for run in plan.runs:
-        if run.key in found:
-            lines.append({**found[run.key], "settings": dict(run.shown)})
-    return lines + removed_runs(results, plan.removed)
-
-
-def _draw(name: str, lines: Sequence[Line], place: Path, baseline: str | None) -> None:
-    from treegraft.extras.lab.report.command import PAPERS, costs, write_report
-    from treegraft.extras.lab.report.records import records_of
-
-    if name not in PAPERS:
-        raise SettingError(
-            f"command line: --figure '{name}': expected one of"
-            f" {quoted(PAPERS)}.{errors.nearest(name, PAPERS)}",
-            code="unknown-figure",
-        )
-    _refuse_nothing(lines)
-    one = PAPERS[name]
-    if all(line["method"] != baseline for line in lines):
-        baseline = None
-    found = write_report(records_of(lines), place / name, baseline=baseline, only=[one.drawn])
-    say(f"{one.title}: {counted(len(lines), 'run')} of small agents, not the paper's models")
-    for note in (*found.notes, *found.left_out):
-        say(f"note: {note}")
-    for drawn in found.figures:
-        say(f"{place / name / 'figures' / drawn}.svg, .png, .csv")
-    if one.has_costs:
-        head, *rows = costs(lines, baseline)
-        print("\n".join(table(head, rows)))
-
-
-def _refuse_nothing(lines: Sequence[Line]) -> None:
-    if not lines:
-        raise DataError(
-            "no run is finished; expected at least one line of results.", code="no-run-finished"
-        )
-
-
-def _refuse_no_results(file: Path, *, with_table: bool) -> None:
-    if not file.is_file():
-        hint = errors.nearest(str(file), map(str, file.parent.glob("*.jsonl")))
-        raise DataError(
-            f"'{file}' does not exist; expected a study's file of results.{hint}",
-            code="results-missing",
-        )
-    if not with_table:
-        raise SettingError(
-            f"command line: '{file}': got a file of results; expected the file of a study (.toml)"
-            " to run, or --table to print the tables of these results.",
-            code="results-not-study",
-        )
-
-
 def _say_counts(plan: Plan, results: Path) -> None:
     # Also a run that another study has made, or another arm of this one, is not made again.
     made = {line.get("fingerprint") for line in read_results(results)}
     left = [run.fingerprint for run in plan.runs if run.fingerprint not in made]
     num_different = len(set(left))
     also = f", {num_different} of them different" if num_different < len(left) else ""
-    say(
+    commands.say(
         f"{plan.path}: {counted(len(plan.runs), 'run')} in"
         f" {counted(len({run.pair for run in plan.runs}), 'pair')};"
         f" done: {len(plan.runs) - len(left)}, to be made: {len(left)}{also}"
@@ -228,20 +163,15 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
         workers=workers,
         minutes=minutes,
         facts={"machine": machine(1)},
-        say=lambda text: say(text, to_stderr=True),
+        say=lambda text: commands.say(text, to_stderr=True),
     )
-    say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
+    commands.say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
     if ran.num_left:
-        say("the same command goes on with the others")
+        commands.say("the same command goes on with the others")
     if ran.stopped_by is not None:
         raise interrupt.Ended(ran.stopped_by)
     if ran.failures:
         raise typer.Exit(1)
-
-
-def say(text: str, *, to_stderr: bool = False) -> None:
-    """Prints text as it is, unwrapped, so that paths and commands can be copied."""
-    Console(stderr=to_stderr).print(Text(text), soft_wrap=True)
 
 
 def _print_tables(
@@ -249,7 +179,10 @@ def _print_tables(
 ) -> None:
     from treegraft.extras.lab.study.tables import Question, Runs, markdown
 
-    _refuse_nothing(lines)
+    if not lines:
+        raise DataError(
+            "no run is finished; expected at least one line of results.", code="no-run-finished"
+        )
     arms = list(dict.fromkeys(line["method"] for line in lines))
     if baseline is not None and baseline not in arms:
         raise SettingError(

@@ -1,7 +1,7 @@
-"""Which steps `treegraft buffer prune` cuts, on traces whose faults are known, with weak and strong
+"""Which steps pruning cuts, on traces whose faults are known, with weak and strong
 agents.
 
-    python benchmarks/pruning.py --out FOLDER [--steps 50 100 300] [--margins 0 -5]
+    python -m studies.pruning.table --out FOLDER [--steps 50 100 300] [--margins 0 -5]
 
 The traces are those of the search world's expert with detours (a useless search before 40 % of the
 right ones) that end in the right answer; beside them the faultless ones with a first step that all
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from studies.pruning.work import BufferPruning, PruneChoice
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.extras.lab.pruning.work import BufferPruning, PruneChoice
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.display import shown
 from treegraft.settings.load import load_config
@@ -31,7 +31,7 @@ from treegraft.traces.keys import split_steps
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.toml"
 HOPS = "tasks.search_world.hops=[1, 3, 4, 5]"
 DETOURS = "tasks.search_world.detour_prob=0.4"
 NUM_WARMUP_STEPS = (50, 100, 200, 300)
@@ -118,7 +118,7 @@ def main() -> None:
                     work.run(display=display)
                 if work.is_stopped:
                     return
-                cost.write_text(json.dumps(work.report.cpu_s / work.report.num_here))
+                cost.write_text(json.dumps(work.report.cpu_s / work.report.num_weighed))
             counts = row(pruned, stored, right)
             seconds = json.loads(cost.read_text())
             print(f"| {num_steps} | {margin:g} | {counts} | {seconds:.4f} |", flush=True)
