@@ -52,7 +52,7 @@ class FakeVllm:
         """Bytes that replies have too many."""
         self.refuse_sleep = False
         self.skip_loads = False
-        """Say that weights were loaded, and keep the old ones."""
+        """Keep the old weights where new ones are to be loaded."""
         self.events: list[str] = []
         """Sleeps, wakes and loads, in their order."""
         self.most_at_once = 0
@@ -122,7 +122,7 @@ class FakeVllm:
 
     async def _pause(self, request: Request) -> Response:
         self.is_paused = True
-        while self.num_running and request.query_params["mode"] == "wait":
+        while self.hangs or (self.num_running and request.query_params["mode"] == "wait"):
             await asyncio.sleep(0.002)
         return JSONResponse({"status": "paused"})
 
@@ -177,8 +177,9 @@ class FakeVllm:
         folder = WeightsFolder(path)
         self.events.append("load")
         self.num_loads += 1
-        if not self.skip_loads:
-            self.model.load_state_dict(dict(folder))
+        if self.skip_loads:
+            return {"fingerprint": weights_fingerprint(self.model.state_dict())}
+        self.model.load_state_dict(dict(folder))
         return {"fingerprint": weights_fingerprint(dict(folder))}
 
     async def _generate(self, request: Request) -> Response:

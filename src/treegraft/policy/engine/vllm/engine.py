@@ -15,14 +15,13 @@ from safetensors import SafetensorError
 
 from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
-from treegraft.core.interfaces import Request, Tokenizer, WeightSource
-from treegraft.core.types import Completion, EntropyKind
+from treegraft.core.interfaces import Tokenizer, WeightSource
+from treegraft.core.types import EntropyKind
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply
 from treegraft.policy.engine.vllm.folder import WeightsFolder, write_folder
 from treegraft.policy.engine.vllm.replies import NUM_MEASURED, read_reply
-from treegraft.policy.engine.vllm.server import Server, Unreachable
-from treegraft.policy.engine.vllm.servers import Due, Member, Servers
-from treegraft.policy.publish import CANARY_SAMPLING, PROMPTS, canary_key
+from treegraft.policy.engine.vllm.server import Server
+from treegraft.policy.engine.vllm.servers import Due, Servers
 from treegraft.settings.policy import EngineSettings
 
 
@@ -187,34 +186,6 @@ class VllmEngine(ServerEngine):
         """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""
         if self.settings.vllm.sleep:
             await self._servers.rest()
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each live server, by its address."""
-        found: dict[str, Sequence[Completion]] = {}
-        for member in self._servers.live:
-            try:
-                async with asyncio.timeout(self.settings.deadline_s):
-                    found[str(member.server)] = await asyncio.gather(
-                        *(self._canary(member, number) for number in range(len(PROMPTS)))
-                    )
-            except TimeoutError:
-                member.hangs = True
-                self._servers.lost(member, "it did not answer within engine.deadline_s")
-            except Unreachable as fault:
-                self._servers.lost(member, str(fault))
-        return found
-
-    async def _canary(self, member: Member, number: int) -> Completion:
-        draft = self._draft(Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number)))
-        while draft.finish is None:
-            draft.take(self._read(await self._servers.ask_member(member, self._body(draft))))
-        return draft.completion(self.policy_version)
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples from other servers until the next publish, as long as one is left."""
-        for member in self._servers.live:
-            if str(member.server) == name:
-                self._servers.set_aside(member, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""

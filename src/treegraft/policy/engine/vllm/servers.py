@@ -46,9 +46,6 @@ class State(StrEnum):
     """Nothing yet, or nothing any more until it is back."""
     LIVE = "live"
     """It answers, with the weights that are due."""
-    ASIDE = "set aside"
-    """It differs from the learner: it gets no request until the next publish, unless no other is
-    left."""
     LEFT_OUT = "left out"
     """It has died too often."""
 
@@ -75,7 +72,6 @@ class Member:
         self.load = 0
         """Requests under way or waiting for a row."""
         self.num_restarts = 0
-        self.hangs = False
         self.sleeps = False
         self.identity: Mapping[str, Any] = {}
 
@@ -189,8 +185,6 @@ class Servers:
         while True:
             if self.death is not None:
                 raise self.death
-            if not self.live:
-                self._take_back()
             member = self._homes.get(home)
             if (member is None or member.state is not State.LIVE) and self.live:
                 member = self._homes[home] = min(self.live, key=lambda one: one.load)
@@ -246,25 +240,13 @@ class Servers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def set_aside(self, member: Member, why: str) -> None:
-        """Gives a live server no requests until the next publish."""
-        member.state = State.ASIDE
-        member.fault = why
-        _log.warning("%s; its requests go to other servers until the next publish", why)
-
-    def _take_back(self) -> None:
-        for member in self.members:
-            if member.state is State.ASIDE:
-                self._go_live(member)
-
     def _go_live(self, member: Member) -> None:
         member.state = State.LIVE
         member.fault = ""
-        member.hangs = False
         self._changed.set()
 
     async def _revive(self, member: Member) -> None:
-        if not member.hangs and await self._is_as_it_was(member):
+        if await self._is_as_it_was(member):
             # A connection was lost, or one request failed; the others go on.
             self._go_live(member)
             return
@@ -301,8 +283,7 @@ class Servers:
         process = server.process
         if process is not None:
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
-            # A process that hangs may still say that it is well.
-            if not is_well or member.hangs:
+            if not is_well:
                 member.sleeps = False
                 await asyncio.to_thread(process.stop)
                 process.start()
@@ -333,7 +314,6 @@ class Servers:
         """Asks servers that somebody else has given new weights."""
         self.due = Due(f"{self.owner}-{version}")
         self._homes.clear()
-        self._take_back()
 
     async def rest(self) -> None:
         """Has servers leave their GPUs until they are given weights; no request may be under
@@ -359,7 +339,6 @@ class Servers:
         async with self._loading:
             self.due = due
             self._homes.clear()
-            self._take_back()
             members = self.live
             faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
         for member, fault in zip(members, faults, strict=True):
