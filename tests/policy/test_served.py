@@ -14,7 +14,7 @@ import torch
 from tests.support.families import build_model, word_tokenizer
 from tests.support.tiny import tiny
 
-from treegraft import Session, SettingError, load_config, train
+from treegraft import Session, SettingError
 from treegraft.core.types import Filters
 from treegraft.parts import Completion, Sampling, errors, interfaces, served
 
@@ -189,15 +189,6 @@ def test_a_session_takes_the_engine_and_the_version_of_weights_that_somebody_mov
     kinds = {step.entropy_kind for step in tree.steps if any(step.sampled_mask)}
     assert kinds == {served.EntropyKind.SAMPLED}
     assert {step.policy_version for step in tree.steps if any(step.sampled_mask)} == {7}
-
-
-def test_train_and_our_own_servers_do_not_leave_the_weights_to_somebody() -> None:
-    engine = {"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:9"]}}
-    own = {"warmup": {"num_steps": 0}, "publish": {"kind": "external"}}
-    with pytest.raises(SettingError, match=r"publish\.kind: got 'external'.* in `train`"):
-        train(tiny(engine=engine, **own), display=False)
-    with pytest.raises(SettingError, match=r"publish\.kind: got 'external', expected engine"):
-        load_config(tiny(engine={"kind": "vllm"}, **own))
 
 
 def test_ends_are_found_by_the_tokens_that_can_be_one() -> None:

@@ -63,15 +63,8 @@ Work = Callable[[VllmEngine], Awaitable[Any]]
 def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
-    kind = vllm.pop("publish", "disk")
     vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
-    return load_config(
-        tiny(
-            run={"dir": str(folder)},
-            engine={**engine, "vllm": vllm},
-            publish={"kind": kind},
-        )
-    )
+    return load_config(tiny(run={"dir": str(folder)}, engine={**engine, "vllm": vllm}))
 
 
 def run(fakes: list[FakeVllm], folder: Path, work: Work, **vllm: Any) -> Any:
@@ -424,28 +417,6 @@ def test_the_bound_of_what_is_left_out_by_hand() -> None:
     )
     sums, tails = likely_entropies(np.array([[0.0, -np.inf]]))
     assert (sums.tolist(), tails.tolist()) == ([0.0], [0.0])
-
-
-def test_weights_that_somebody_else_moves(tmp_path: Path) -> None:
-    """Nothing is written or loaded, labels of weights mean nothing, and a publish sets the
-    version."""
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        found = [await ask(engine, 0)]
-        for version, other in enumerate((OTHER, MODEL), 1):
-            servers[0].model.load_state_dict(other.state_dict())
-            servers[0].label = f"of somebody {version}"
-            await engine.publish(ModelWeights({}), version)
-            found.append(await ask(engine, 0))
-        return found
-
-    with fakes(MODEL) as servers:
-        # Nothing of ours runs there.
-        servers[0].has_plugin = False
-        before, other, again = run(servers, tmp_path, work, publish="external")
-        assert servers[0].num_loads == 0 and len(set(servers[0].labels_asked)) == 3
-    assert [one.policy_version for one in (before, other, again)] == [0, 1, 2]
-    assert before.token_ids == again.token_ids != other.token_ids
 
 
 def test_filters_are_refused(tmp_path: Path) -> None:

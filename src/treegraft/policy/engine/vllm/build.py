@@ -59,7 +59,6 @@ def build_engine(
             that cannot sleep.
     """
     settings = config.engine.vllm
-    is_external = config.publish.kind == "external"
     _check_sleep(settings)
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
@@ -100,8 +99,7 @@ def build_engine(
         max_context=max_context(model),
         weights=weights,
         folders=folders,
-        initial=None if python or is_external else ModelWeights(plain_weights(model)),
-        is_external=is_external,
+        initial=None if python else ModelWeights(plain_weights(model)),
     )
 
 
@@ -136,8 +134,6 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether this process has to read the model's weights before servers can have them:
     servers that run already get them published, and not every source is one that vLLM reads."""
     path = str(model_path)
-    if config.publish.kind == "external":
-        return False
     if config.engine.vllm.servers or path == "tiny" or path.startswith((PREFIX, "pypi:")):
         return True
     folder, gguf = locate(path)

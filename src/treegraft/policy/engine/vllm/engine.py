@@ -41,7 +41,6 @@ class VllmEngine(ServerEngine):
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
-        is_external: bool = False,
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -50,7 +49,6 @@ class VllmEngine(ServerEngine):
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
-            is_external: somebody else gives the servers weights.
         """
         super().__init__(
             None,
@@ -65,7 +63,7 @@ class VllmEngine(ServerEngine):
         self._http = http
         self._weights = weights
         self._folders = folders
-        self._servers = Servers(servers, settings, expected, is_external)
+        self._servers = Servers(servers, settings, expected)
         self._num_asked = NUM_ASKED
         self._num_tokens: int | None = expected["vocab_size"]
         if expected["entropies"] == "measured":
@@ -154,9 +152,6 @@ class VllmEngine(ServerEngine):
         Raises:
             EngineError: no server took them.
         """
-        if self._servers.is_external:
-            self._servers.begin_anew(version)
-            return
         assert source is not None
         former = self._servers.due.folder
         due = await self._written(source, version)

@@ -56,7 +56,7 @@ class Due:
 
     label: str
     folder: WeightsFolder | None = None
-    """None for those that a server of ours is started with, and those of somebody else."""
+    """None for those that a server of ours is started with."""
     fingerprint: str = ""
 
 
@@ -84,17 +84,14 @@ class Servers:
         servers: Sequence[Server],
         settings: EngineSettings,
         expected: Mapping[str, Any],
-        is_external: bool,
     ) -> None:
         """Asks nothing yet.
 
         Args:
             expected: the identity that each server has to have, see `checks.check_identity`.
-            is_external: somebody else gives the servers weights, whose labels mean nothing here.
         """
         self._expected = expected
         self._wait_s = settings.vllm.start_timeout_s
-        self.is_external = is_external
         self.members = [Member(one, settings.max_rows) for one in servers]
         # In the labels of weights, so that a reply by those of another run is told apart.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -170,8 +167,6 @@ class Servers:
         return dict(reply)
 
     def _check_weights(self, member: Member, reply: Mapping[str, Any]) -> None:
-        if self.is_external:
-            return
         for choice in reply["choices"]:
             for span in choice.get("weight_versions") or [{"version": "none"}]:
                 if span["version"] != self.due.label:
@@ -272,8 +267,7 @@ class Servers:
         if server.process is not None and server.process.exit_status is not None:
             return False
         with suppress(Unreachable, EngineError, *_UNREADABLE):
-            is_due = self.is_external or await server.version() == self.due.label
-            return is_due and await server.is_healthy()
+            return await server.version() == self.due.label and await server.is_healthy()
         return False
 
     async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
@@ -298,22 +292,15 @@ class Servers:
                     code="server-not-there",
                 )
             await asyncio.sleep(1.0)
-        if not self.is_external:
-            member.identity = await check_identity(server, self._expected)
+        member.identity = await check_identity(server, self._expected)
         async with self._loading:
-            if not self.is_external:
-                await self._give(member)
+            await self._give(member)
             self._go_live(member)
 
     def _faults(self) -> str:
         return "; ".join(f"{one.server}: {one.fault}" for one in self.members)
 
     # ------------------------------------------------------------------ weights
-
-    def begin_anew(self, version: int) -> None:
-        """Asks servers that somebody else has given new weights."""
-        self.due = Due(f"{self.owner}-{version}")
-        self._homes.clear()
 
     async def rest(self) -> None:
         """Has servers leave their GPUs until they are given weights; no request may be under
