@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from treegraft.core.listener import listen
 from treegraft.policy.engine.vllm.checks import identity_of_model
-from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.folder import read_folder
 from treegraft.policy.engine.vllm.replies import PLUGIN_VERSION, ROUTE
 from treegraft.policy.weights import weights_fingerprint
 
@@ -174,13 +174,13 @@ class FakeVllm:
 
     def treegraft_load(self, path: str) -> dict[str, Any]:
         assert "weights" not in self.asleep, "there is no memory to load weights into"
-        folder = WeightsFolder(path)
+        weights = dict(read_folder(path))
         self.events.append("load")
         self.num_loads += 1
         if self.skip_loads:
             return {"fingerprint": weights_fingerprint(self.model.state_dict())}
-        self.model.load_state_dict(dict(folder))
-        return {"fingerprint": weights_fingerprint(dict(folder))}
+        self.model.load_state_dict(weights)
+        return {"fingerprint": weights_fingerprint(weights)}
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

@@ -203,7 +203,8 @@ def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
     if config.publish.folder:
         parent = Path(config.publish.folder).expanduser().absolute()
     elif not config.engine.vllm.servers and os.access(SHARED_MEMORY, os.W_OK):
-        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        # Tied weights by each of their names, under all of which they are written.
+        num_weights = sum(weight.numel() for weight in base_model(model).state_dict().values())
         num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
         # A publish writes the new copy next to the former one.
         if shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:

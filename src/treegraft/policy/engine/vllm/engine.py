@@ -18,7 +18,7 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer, WeightSource
 from treegraft.core.types import EntropyKind
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply
-from treegraft.policy.engine.vllm.folder import WeightsFolder, write_folder
+from treegraft.policy.engine.vllm.folder import write_folder
 from treegraft.policy.engine.vllm.replies import NUM_MEASURED, read_reply
 from treegraft.policy.engine.vllm.server import Server
 from treegraft.policy.engine.vllm.servers import Due, Servers
@@ -157,14 +157,14 @@ class VllmEngine(ServerEngine):
         due = await self._written(source, version)
         await self._servers.publish(due)
         if former is not None:
-            former.remove()
+            shutil.rmtree(former, ignore_errors=True)
         self.fingerprint = due.fingerprint
 
     async def _written(self, source: WeightSource, version: int) -> Due:
         self._num_published += 1
         path = self._weights / f"weights-{self._num_published}"
         try:
-            folder: WeightsFolder = await asyncio.to_thread(write_folder, path, source)
+            self._num_bytes += await asyncio.to_thread(write_folder, path, source)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
@@ -173,9 +173,8 @@ class VllmEngine(ServerEngine):
                 " the former one and this. Free some, or name a larger disk as publish.folder.",
                 code="weights-not-written",
             ) from error
-        self._num_bytes += folder.num_bytes()
         label = f"{self._servers.owner}-{version}.{self._num_published}"
-        return Due(label, folder, source.fingerprint)
+        return Due(label, path, source.fingerprint)
 
     async def rest(self) -> None:
         """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""

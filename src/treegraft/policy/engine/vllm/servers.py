@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import EngineError
 from treegraft.policy.engine.vllm.checks import check_identity
-from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.replies import REPLY_BYTES, ROUTE
 from treegraft.policy.engine.vllm.server import ANSWER_BYTES, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
@@ -55,7 +55,7 @@ class Due:
     """The weights that servers have to hold."""
 
     label: str
-    folder: WeightsFolder | None = None
+    folder: Path | None = None
     """None for those that a server of ours is started with."""
     fingerprint: str = ""
 
@@ -354,7 +354,7 @@ class Servers:
         if member.sleeps:
             await server.post("/wake_up?tags=weights", timeout_s=self._wait_s)
         if due.folder is not None:
-            path = str(due.folder.path)
+            path = str(due.folder)
             for one in await server.call("treegraft_load", path, timeout_s=self._wait_s):
                 if one["fingerprint"] != due.fingerprint:
                     raise Unreachable(
