@@ -44,6 +44,12 @@ REMOVED: dict[str, str] = {
         ' memory is "/dev/shm/NAME". For servers that somebody else gives weights, see'
         " treegraft.parts.served.ServerEngine."
     ),
+    "explore.entropy.allocation": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
+    "explore.entropy.ranking": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
     "engine.vllm.entropies.auto": _DRAWS,
     "engine.vllm.entropies.exact": _DRAWS,
     "engine.vllm.cache_gb": (

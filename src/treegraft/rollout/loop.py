@@ -49,7 +49,7 @@ from treegraft.core.types import (
     Task,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
@@ -94,11 +94,9 @@ class Grower:
         scorer: TreeScorer,
         *,
         retriever: Retriever | None = None,
-        allocate: Callable[[Budget], Allocation] = Rounds,
     ) -> None:
         """Args:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
-        allocate: makes the rule that grants a tree's branches.
 
         Raises:
             SettingError: the explorer begins tool calls and the format cannot.
@@ -106,7 +104,7 @@ class Grower:
         check_retries(explorer, format)
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer = limits, scorer
-        self.retriever, self.allocate = retriever, allocate
+        self.retriever = retriever
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
@@ -181,9 +179,14 @@ class Grower:
             )
         return trees
 
+    def new_budget(self) -> Budget:
+        """Returns the budget of one tree."""
+        return Budget(self.limits.num_leaves)
+
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget, explorer = Budget(self.limits.num_leaves), self.explorer
+        budget = self.new_budget()
+        explorer = self.explorer
         with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
         num_prepared = max(1, min(first.num, budget.max_leaves))
@@ -242,7 +245,7 @@ class _Growth:
 
     def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey, sessions: Sessions) -> None:
         self._g, self._tree, self._key, self._sessions = grower, tree, key, sessions
-        self._allocation = grower.allocate(tree.budget)
+        self._rounds = Rounds(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
         """Where branches may be opened: a path that stands there, by the step's ordinals."""
         self._ends: dict[str, OpenPath] = {}
@@ -294,10 +297,10 @@ class _Growth:
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num_fresh):
                 path = self._tree.open_path(self._begin())
-                self._allocation.open_start(path, self._num_starts - 1)
+                self._rounds.open_start(path)
                 self._launch(path, None)
             for path, cause in others:
-                self._allocation.open_start(path, self._num_starts)
+                self._rounds.open_start(path)
                 self._launch(path, cause)
 
     def _begin(self) -> Point:
@@ -369,7 +372,7 @@ class _Growth:
                 path.session.release()
         path.is_over = True
         # Also after a failure: a round of branches waits for every leaf that has not ended.
-        self._allocation.end(path)
+        self._rounds.end(path)
         self._open_branches()
 
     # ------------------------------------------------------------------ grafts
@@ -527,7 +530,7 @@ class _Growth:
     def _propose(
         self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]
     ) -> None:
-        """Asks the explorer for branches beside the step under way, and tells the allocation."""
+        """Asks the explorer for branches beside the step under way, and tells the rounds."""
         # A probe that arrives after the path's deadline: its round is closed already.
         if path.is_over:
             return
@@ -543,17 +546,21 @@ class _Growth:
         if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
             # branch begins.
-            fork.point = path.tools.mark(partial(self._allocation.may_grant, path))
+            fork.point = path.tools.mark(self._may_branch)
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.
-        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
+        self._rounds.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
+
+    def _may_branch(self) -> bool:
+        """Whether a branch that has been proposed may still be opened."""
+        return not self._tree.budget.is_spent
 
     def _open_branches(self) -> None:
         # Again until nothing comes: a branch that is opened is one more leaf to wait for, and a
         # round may be complete without it.
-        while grants := self._allocation.advance():
+        while grants := self._rounds.advance():
             for grant in grants:
                 fork = self._forks[grant.place]
                 # Before the first child opens it and could be the last to need it.
@@ -561,7 +568,7 @@ class _Growth:
                     fork.point.reserve(grant.num)
                 for _ in range(grant.num):
                     path = fork.copy()
-                    self._allocation.open_branch(path, grant)
+                    self._rounds.open_branch(path, grant)
                     self._launch(path, grant.cause)
 
 
