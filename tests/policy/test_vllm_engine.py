@@ -566,8 +566,6 @@ def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyP
     assert gpus(num_servers=3) == ["4", "5", "6"]
     assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
     assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
-    with raises_code("server-gpus-idle"):
-        gpus(gpus=["1,2"])
     with raises_code("servers-share-gpu"):
         gpus(num_servers=5)
 

@@ -19,10 +19,12 @@ from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
+    AnswerOpening,
     Engine,
     Explorer,
     Format,
     NoiseKey,
+    Opening,
     Parsed,
     Request,
     Restarting,
@@ -33,6 +35,7 @@ from treegraft.core.interfaces import (
 from treegraft.core.sessions import Point, SessionOpener, Sessions
 from treegraft.core.spans import span
 from treegraft.core.types import (
+    ROOT_ID,
     Branch,
     BranchDecision,
     Cause,
@@ -42,6 +45,7 @@ from treegraft.core.types import (
     Origin,
     PathView,
     Retry,
+    RetryCause,
     Sampling,
     Start,
     Status,
@@ -52,9 +56,8 @@ from treegraft.core.types import (
 from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
-from treegraft.rollout.limits import Limits
-from treegraft.rollout.probe import Probe
-from treegraft.rollout.restart import Retries, StoredSteps, check_retries, find_stored
+from treegraft.rollout.limits import MIN_ROOM, Limits
+from treegraft.rollout.restart import StoredSteps, check_retries, find_stored
 from treegraft.rollout.tree import OpenPath, OpenTree
 from treegraft.settings.config import Config
 
@@ -254,7 +257,6 @@ class _Growth:
         self._num_starts = 0
         # Of the tree's own span: a probe's answer comes from the engine's thread, without one.
         self._context = contextvars.copy_context()
-        self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
         self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
@@ -315,7 +317,10 @@ class _Growth:
         if self.stored is not None or isinstance(proposal, Start):
             return await self.open([one for one in starts if isinstance(one, Start)])
         if retries := [one for one in proposal if isinstance(one, Retry)]:
-            opened = self._retries.open(retries)
+            opened: list[tuple[OpenPath, Cause]] = []
+            for one in retries:
+                cause = RetryCause(rule=one.rule, beside=one.step_id)
+                opened += [(path, cause) for path in self._beside(one)]
             await self._run_all(0, opened)
             return bool(opened)
         budget = self._tree.budget
@@ -334,6 +339,38 @@ class _Growth:
         paths = [(end.copy(), cause) for end, granted, cause in grown for _ in range(granted)]
         await self._run_all(0, paths)
         return True
+
+    def _beside(self, retry: Retry) -> list[OpenPath]:
+        """The paths that the budget grants beside a finished step, which begin with forced tokens:
+        those that the explorer names, or the step's thought and the opening of a tool call or an
+        answer. None if these leave no room, or if the state cannot be had again."""
+        tree = self._tree
+        format = self._g.format
+        step = tree.steps_to(retry.step_id)[-1]
+        opening = retry.opening
+        if not opening and retry.opens == "answer":
+            assert isinstance(format, AnswerOpening), "checked when the grower was made"
+            opening = format.answer_opening(step.written_ids)
+        elif not opening:
+            assert isinstance(format, Opening), "checked when the grower was made"
+            opening = format.call_opening(step.written_ids, retry.tool)
+        above = None if step.parent == ROOT_ID else self._ends.get(str(step.parent))
+        if above is None and step.parent != ROOT_ID:
+            return []
+        used = len(opening) + (0 if above is None else above.num_used)
+        if self._g.limits.max_completion_tokens - used < MIN_ROOM:
+            return []
+        num = tree.budget.grant(Start(retry.num))
+        if above is None:
+            paths = [tree.open_path(self._begin()) for _ in range(num)]
+        else:
+            if above.point is not None:
+                above.point.reserve(num)
+            paths = [above.copy() for _ in range(num)]
+        for path in paths:
+            path.opening = opening
+            path.is_lesson = retry.is_lesson
+        return paths
 
     def _launch(self, path: OpenPath, cause: Cause | None) -> None:
         run = self._run(path, self._tree.next_id(path.parent), cause)
@@ -570,6 +607,30 @@ class _Growth:
                     path = fork.copy()
                     self._rounds.open_branch(path, grant)
                     self._launch(path, grant.cause)
+
+
+class Probe:
+    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done."""
+
+    def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
+        self._function: Callable[[Sequence[float]], None] | None = function
+        self._error: Exception | None = None
+
+    def early(self, probe: Sequence[float]) -> None:
+        """Passes the probe on and keeps an error."""
+        try:
+            self(probe)
+        except Exception as error:
+            # This is a callback, where it would be lost; the call that comes with the
+            # completion raises it on the leaf's own task.
+            self._error = error
+
+    def __call__(self, probe: Sequence[float]) -> None:
+        if self._error is not None:
+            raise self._error
+        function, self._function = self._function, None
+        if function is not None:
+            function(probe)
 
 
 class Placement(Protocol):

@@ -319,19 +319,12 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which.
 
     Raises:
-        SettingError: more GPUs or fewer than its options take, or several servers on one that
-            would each take all of its memory.
+        SettingError: several servers on one GPU, of which each would take all of its memory.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     each = settings.gpus or (visible.split(",") if count > 1 else [visible])
-    own, taken = each[number % len(each)], settings.gpus_each
-    if settings.gpus and own.count(",") + 1 != taken:
-        raise SettingError(
-            f"engine.vllm.gpus: '{own}' is for one server, whose options take {taken} GPUs;"
-            ' expected as many. Set engine.vllm.server_args=["--tensor-parallel-size","N"].',
-            code="server-gpus-idle",
-        )
+    own = each[number % len(each)]
     shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
     has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:
