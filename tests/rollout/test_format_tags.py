@@ -415,13 +415,6 @@ def test_errors_are_shown_like_results() -> None:
     )
 
 
-def test_a_huge_result_is_encoded() -> None:
-    assert (
-        len(format_of("word").observation_ids([Observation(text="e1 <eos> " * 50_000)]))
-        == 2 + 50_000 * 3
-    )
-
-
 # Grafts: steps of another agent
 
 GRAFTED = StepContent(
