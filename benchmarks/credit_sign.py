@@ -172,8 +172,9 @@ class ValuedGrower(Grower):
     """Tells the explorer the budget of its tree, which it raises."""
 
     def new_budget(self) -> Budget:
-        self.explorer.budget = super().new_budget()  # type: ignore[attr-defined]
-        return self.explorer.budget  # type: ignore[attr-defined]
+        budget = super().new_budget()
+        self.explorer.budget = budget  # type: ignore[attr-defined]
+        return budget
 
 
 def chosen_steps(tree: Tree, num_paths: int) -> list[str]:

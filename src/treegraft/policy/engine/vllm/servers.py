@@ -271,16 +271,14 @@ class Servers:
         return False
 
     async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
-        """Waits until the server answers, restarted if it is ours, and gives it the weights that
-        are due."""
+        """Starts the server if it is ours, waits until it answers, and gives it the due weights."""
         server = member.server
         process = server.process
         if process is not None:
-            is_well = not is_first and process.exit_status is None and await server.is_healthy()
-            if not is_well:
-                member.sleeps = False
-                await asyncio.to_thread(process.stop)
-                process.start()
+            # Also one that says that it is well: a server that hangs does.
+            member.sleeps = False
+            await asyncio.to_thread(process.stop)
+            process.start()
         while not await server.is_healthy():
             if process is not None and process.exit_status is not None:
                 raise Unreachable(f"{server} ended with status {process.exit_status}")
