@@ -240,5 +240,5 @@ def check_retries(explorer: Explorer, format: Format) -> None:
                 f"explore.explorers: {type(explorer).__name__} begins {what} for the agent, but the"
                 f" format {type(format).__name__} has no method {method}; expected a format with"
                 " one, as 'tags' is. Write it, or choose another format or explorer.",
-                code=f"no-{method.replace('_', '-')}",
+                code="no-opening",
             )
