@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process as hf
 
 from treegraft.core.types import Filters
 
@@ -24,6 +23,9 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
         temperature: 0 divides by nothing.
         path: ids of the tokens before, the prompt and tool results included.
     """
+    # Here: a run without filters does not load it.
+    from transformers.generation import logits_process as hf
+
     steps: list[hf.LogitsProcessor] = []
     if filters.repetition_penalty != 1.0:
         steps.append(hf.RepetitionPenaltyLogitsProcessor(filters.repetition_penalty))
