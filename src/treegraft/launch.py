@@ -140,12 +140,6 @@ def _refuse_unfit(config: Config) -> None:
     """Refuses what no training can begin with."""
     if missing := missing_packages(config):
         raise SettingError("\n".join(missing.values()), code="packages-missing")
-    if (config.engine.kind, config.publish.kind) == ("vllm", "external"):
-        raise SettingError(
-            "publish.kind: got 'external', expected another one in `train`, whose own learner"
-            " changes the weights; it is for a loop of your own (docs/python.md).",
-            code="publish-external",
-        )
 
 
 def _refuse_local(objects: GivenObjects, place: str) -> None:

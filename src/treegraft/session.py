@@ -851,8 +851,7 @@ class Session:
         if weights is None and self.engine.fingerprint:
             raise SettingError(
                 "sync_weights: got no weights, expected some: this engine holds its own, and this"
-                ' session has no learner. None is for publish.kind = "external" and for a'
-                " ServerEngine.",
+                " session has no learner. None is for a ServerEngine.",
                 code="publish-without-weights",
             )
         if weights is not None and not hasattr(weights, "fingerprint"):

@@ -297,8 +297,6 @@ def test_what_does_not_fit_a_balanced_budget() -> None:
     for override in ("explore.entropy.num_starts=4", "explore.entropy.statistic=lagging"):
         with raises_code("override-idle"):
             load_config(tiny(**own), [override])
-    with raises_code("settings-contradict", "explore.entropy.allocation"):
-        load_config(tiny(**own), ["explore.entropy.allocation=shares"])
     with raises_code("settings-contradict", "explore.explorers"):
         load_config(tiny(), ['explore.explorers=["balanced", "entropy"]'])
     with raises_code("override-idle"):

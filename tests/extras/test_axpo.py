@@ -355,7 +355,7 @@ def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> Non
 
     explorer, tools = axpo(), make(Independent()).toolbox
     parts = make(Independent())
-    with raises_code("no-call-opening"):
+    with raises_code("no-opening"):
         Grower(parts.engine, Mute(), tools, explorer, parts.limits, parts.scorer)  # type: ignore[arg-type]
     given = tiny(run={"dir": str(tmp_path)}, explore={"explorers": ["axpo"]})
     with raises_code("settings-contradict", "explore.axpo.num_retries"):

@@ -34,7 +34,6 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
@@ -87,7 +86,6 @@ def make(
     *,
     entropy: float | Callable[[str], float] = 0.5,
     retriever: OneTrace | None = None,
-    allocate: Callable[[Budget], Allocation] = Rounds,
     latency_s: Callable[[], float] | None = None,
     engine: Any = None,
     **limits: Any,
@@ -112,8 +110,14 @@ def make(
         Limits(**{**fields, **limits}),
         leave,
         retriever=retriever,
-        allocate=allocate,
     )
+
+
+def branching(**fields: Any) -> EntropyBranching:
+    """ARPO's rule on plain nats, with two starts and a probe of two tokens unless others are
+    named."""
+    named = {"num_starts": 2, "probe_tokens": 2, "normaliser": "none"} | fields
+    return EntropyBranching(EntropySettings(**named), vocab_size=100)
 
 
 def grow(grower: Grower, task: Task = TASKS[0]) -> Tree:
@@ -140,9 +144,7 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
     calls."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=unsure_after_results,
         )
     )
@@ -167,9 +169,7 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
 def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -181,9 +181,7 @@ def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
     engine = ScriptedEngine(lambda _: ANSWER, word_tokenizer(), entropy=9.0)
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=1),
             engine=engine,
             num_leaves=5,
         )
@@ -195,9 +193,7 @@ def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
 def test_n_equal_to_m_is_grpo() -> None:
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=4, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=4),
             entropy=unsure_after_results,
         )
     )
@@ -280,10 +276,7 @@ def test_more_children_than_the_budget_are_cut() -> None:
     """Z = 5 with two leaves left: the first start in the tree gets both."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, num_branches=5, probe_tokens=2, normaliser="none"),
-                vocab_size=100,
-            ),
+            branching(num_branches=5),
             entropy=unsure_after_results,
         )
     )
@@ -306,9 +299,7 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     0.2, below the threshold."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -336,10 +327,7 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=1, num_branches=2, probe_tokens=2, normaliser="none"),
-                vocab_size=100,
-            ),
+            branching(num_starts=1, num_branches=2),
             entropy=unsure_after_results,
         )
     )
@@ -362,9 +350,7 @@ def test_branches_go_on_and_may_branch_again() -> None:
     """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4
     calls."""
     grower = make(
-        EntropyBranching(
-            EntropySettings(num_starts=1, probe_tokens=1, normaliser="none"), vocab_size=100
-        ),
+        branching(num_starts=1, probe_tokens=1),
         three_searches,
         entropy=unsure_after_results,
         num_leaves=8,
@@ -406,9 +392,7 @@ def test_only_the_first_child_after_a_result_probes() -> None:
 
 def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
     grower = make(
-        EntropyBranching(
-            EntropySettings(num_starts=2, probe_tokens=50, normaliser="none"), vocab_size=100
-        ),
+        branching(probe_tokens=50),
         entropy=unsure_after_results,
     )
     tree = grow(grower)
@@ -482,9 +466,7 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
     engine = Lame(breaks, word_tokenizer(), entropy=unsure_after_results)
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=3, probe_tokens=1, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=3, probe_tokens=1),
             engine=engine,
             deadline_s=1.5,
         )
@@ -509,16 +491,11 @@ class Belated(ScriptedEngine):
         return await super().complete(request)
 
 
-@pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 2)])
-def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
-    allocate: Callable[[Budget], Allocation],
-) -> None:
+def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing() -> None:
     engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
-    explorer = EntropyBranching(
-        EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
-    )
+    explorer = branching(probe_tokens=1)
     fields = {"deadline_s": 1.6, "num_leaves": 7, "max_completion_tokens": 200}
-    tree = grow(make(explorer, engine=engine, allocate=allocate, **fields))
+    tree = grow(make(explorer, engine=engine, **fields))
     assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
     assert "0.1.1" not in ids(tree) and len(tree.leaves) == 7
     assert "0.0.1" in ids(tree)
@@ -739,9 +716,7 @@ def test_a_branch_shares_the_grafts_above_it() -> None:
     graft."""
     composed = Composed(
         [
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
-            ),
+            branching(probe_tokens=1),
             HybridRollout(GraftSettings(num_hybrid=8, probability=0.5), num_leaves=8, num_starts=2),
         ]
     )
@@ -782,13 +757,8 @@ def mood(path: str) -> float:
     return 0.3 + (len(path) * 7919 % 13) / 13
 
 
-@pytest.mark.parametrize(
-    "allocate", [Rounds, lambda b: Rounds(b, "entropy"), lambda b: Shares(b, 2)]
-)
 @pytest.mark.parametrize("rule", ["threshold", "bernoulli"])
-def test_law_12_shuffled_latencies_give_the_same_trees(
-    allocate: Callable[[Budget], Allocation], rule: str
-) -> None:
+def test_law_12_shuffled_latencies_give_the_same_trees(rule: str) -> None:
     found = []
     for seed in range(4):
         luck = random.Random(seed)
@@ -797,7 +767,6 @@ def test_law_12_shuffled_latencies_give_the_same_trees(
             wander,
             entropy=mood,
             retriever=OneTrace(),
-            allocate=allocate,
             latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
             num_leaves=8,
             max_completion_tokens=200,

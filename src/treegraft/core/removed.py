@@ -6,10 +6,6 @@ _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls i
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
-_FOLDER = (
-    'Gone since 0.8: weights go through a folder, which publish.kind = "disk" means, with LoRA\'s'
-    " adapters merged."
-)
 _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
@@ -43,10 +39,17 @@ REMOVED: dict[str, str] = {
     "loss.pair_coef": _PAIRS,
     "buffer.build.price_read": _PRICE,
     "buffer.build.price_written": _PRICE,
-    "publish.kind.auto": _FOLDER,
-    "publish.kind.shared": f'{_FOLDER} Shared memory is publish.folder = "/dev/shm/NAME".',
-    "publish.kind.memory": _FOLDER,
-    "publish.kind.adapter": _FOLDER,
+    "publish.kind": (
+        "Gone since 0.8: weights go through publish.folder, with LoRA's adapters merged; shared"
+        ' memory is "/dev/shm/NAME". For servers that somebody else gives weights, see'
+        " treegraft.parts.served.ServerEngine."
+    ),
+    "explore.entropy.allocation": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
+    "explore.entropy.ranking": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
     "engine.vllm.entropies.auto": _DRAWS,
     "engine.vllm.entropies.exact": _DRAWS,
     "engine.vllm.cache_gb": (
@@ -67,7 +70,7 @@ REMOVED: dict[str, str] = {
     **_world("textworld", "TextWorld"),
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
-setting, of a value of one ("publish.kind.memory") or of a table of settings
+setting, of a value of one ("engine.vllm.entropies.exact") or of a table of settings
 ("explore.answer_leaf"): a sentence that says since when it is gone and what takes its place."""
 
 

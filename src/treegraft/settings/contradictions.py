@@ -131,12 +131,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 def _engine_wrong(config: Config) -> Iterator[Contradiction]:
     if config.engine.kind != "vllm":
         return
-    if config.publish.kind == "external" and not config.engine.vllm.servers:
-        yield Contradiction(
-            ("publish.kind", "engine.vllm.servers"),
-            "publish.kind: got 'external', expected engine.vllm.servers with it: servers of"
-            " somebody else, who gives them weights.",
-        )
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:
         plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, ExplorerKind, Registry, Settings, setting, value_of
+from treegraft.parts import ExplorerKind, Registry, Settings, setting, value_of
 
 
 class BalancedSettings(Settings):
@@ -40,16 +39,6 @@ def _base_counts(config: Any) -> str:
     return "explore.explorers has 'balanced', whose coin knows explore.entropy.threshold alone"
 
 
-def _wrong(config: Any) -> Iterator[Contradiction]:
-    explore = config.explore
-    if "balanced" in explore.explorers and explore.entropy.allocation == "shares":
-        yield Contradiction(
-            ("explore.entropy.allocation", "explore.explorers"),
-            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
-            " starts there will be to share the leaves; take 'round'.",
-        )
-
-
 def register(registry: Registry) -> None:
     """Registers AEPO's explorer and its weights of tokens."""
     registry.explorer(
@@ -73,7 +62,6 @@ def register(registry: Registry) -> None:
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
         ),
         table=BalancedSettings,
-        checks=(_wrong,),
     )
     registry.credit(
         "token_entropy_weight",

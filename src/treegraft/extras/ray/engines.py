@@ -7,12 +7,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
 from typing import Any, NamedTuple, cast
-
-from pydantic import TypeAdapter
 
 from treegraft import Config
 from treegraft.extras.ray.actors import Actor, replying
@@ -20,14 +17,8 @@ from treegraft.parts import Completion, assemble_engine, errors, interfaces, rem
 
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
-_COMPLETION = TypeAdapter(Completion)
 
 # ------------------------------------------------------------------ what travels
-
-
-def completion_of(found: Mapping[str, Any]) -> Completion:
-    """Returns the completion that an engine's answer holds."""
-    return _COMPLETION.validate_python(found)
 
 
 class Weights(NamedTuple):
@@ -155,17 +146,6 @@ class EngineActor(Actor):
                 await engine.publish(_Pieces(due), due.version)
                 self._edition, self._is_whole = due.edition, True
             return engine.fingerprint
-
-    @replying
-    async def canaries(self, edition: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns what each of its servers samples for the canary prompts by these weights."""
-        self._refuse_older(edition)
-        asking: Mapping[str, Sequence[Completion]] = await cast(Any, self._opened()).canaries()
-        if not asking:
-            raise errors.EngineError(
-                "engine: none of its servers answered", code="server-silent-engine"
-            )
-        return {name: [asdict(one) for one in found] for name, found in asking.items()}
 
     @replying
     async def grow(self, order: str) -> dict[str, Any]:

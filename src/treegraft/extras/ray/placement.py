@@ -16,7 +16,7 @@ from treegraft.extras.ray.actors import Place, look, start
 from treegraft.extras.ray.engines import EngineActor
 from treegraft.extras.ray.ray import connected
 from treegraft.extras.ray.settings import cluster_settings, num_engines
-from treegraft.extras.ray.supervisor import Keeper, Member, VllmKeeper
+from treegraft.extras.ray.supervisor import Keeper, Member
 from treegraft.parts import interfaces, remote
 
 
@@ -78,7 +78,7 @@ class RayPlacement:
         """Holds the engines; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
             place, count = place_of(config, self._token, path), num_engines(config)
-            keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
+            keeper = Keeper(config)
             self._keeper = keeper
             trees = self._trees = remote.RemoteTrees(config, keeper.grown)
             takes = {"num_cpus": 1, "num_gpus": cluster_settings(config).server_gpus / count}

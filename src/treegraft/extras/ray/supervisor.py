@@ -16,7 +16,7 @@ from typing import Any
 
 from treegraft import Config, TreegraftError
 from treegraft.extras.ray.actors import value_of
-from treegraft.extras.ray.engines import Weights, completion_of, pieces_of
+from treegraft.extras.ray.engines import Weights, pieces_of
 from treegraft.parts import Completion, errors, interfaces, plain
 
 _log = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ class State(StrEnum):
     STARTING = "starting"
     LIVE = "live"
     DRAINED = "drained"
-    """It is slow or off the learner's policy: it gets no tree until the next publish, unless no
-    other is left."""
+    """It is slow: it gets no tree until the next publish, unless no other is left."""
     DOWN = "down"
 
     @property
@@ -459,39 +458,6 @@ class Keeper:
                 for one in self.engines
             ],
         }
-
-
-class VllmKeeper(Keeper):
-    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
-    compared after each publish."""
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each server of each engine, by the
-        engine's name and the server's."""
-        import ray
-
-        found: dict[str, Sequence[Completion]] = {}
-
-        async def ask(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self.config.engine.deadline_s):
-                    servers = value_of(await member.handle.canaries.remote(self.due.edition))
-            except TimeoutError:
-                self._lose(member, "it did not answer within engine.deadline_s")
-            except (ray.exceptions.RayError, TreegraftError) as error:
-                self._lose(member, _words(error))
-            else:
-                for name, completions in servers.items():
-                    found[f"{member} {name}"] = [completion_of(one) for one in completions]
-
-        await asyncio.gather(*map(ask, self._answering()))
-        return found
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples by other engines until the next publish, as long as one is left."""
-        for member in self.engines:
-            if name.startswith(f"{member} "):
-                self.drain(member, why)
 
 
 def _tell_fault(task: asyncio.Task[None]) -> None:
