@@ -90,11 +90,13 @@ def test_the_batch_script_starts_a_cluster_and_is_queued_again(
     assert asked[2:4] == begin
     config = config_of(asked)
     assert config.cluster.address == "10.0.0.7:21234"
-    assert (config.cluster.learner_gpus, config.cluster.server_gpus) == (8, 8)
+    assert (config.learn.ranks, config.cluster.server_gpus) == (8, 8)
     started = [call for call in found if call.startswith("ray start")]
     assert len(started) == 2 and all("--block" in call for call in started)
     assert any("--head --node-ip-address=10.0.0.7 --port=21234" in call for call in started)
-    assert any("--address=10.0.0.7:21234" in call for call in started)
+    assert any("--address=10.0.0.7:21234 --num-gpus=8" in call for call in started)
+    # The ranks of the learner have the GPUs of the command's machine.
+    assert any("--include-dashboard=false --num-gpus=0" in call for call in started)
     # Since Slurm 22.05 a step has one core unless it is told otherwise.
     assert {*(tmp_path / "cores").read_text(encoding="utf-8").split()} == {"64"}
     assert found[-1] == "scontrol requeue 41234"
@@ -187,4 +189,4 @@ def test_the_ray_job_has_the_fields_of_its_definition() -> None:
         assert config.cluster.address == "auto"
         # One copy a machine: eight engines would write eight.
         assert config.cluster.engines == config.cluster.server_gpus // 8
-        assert config.cluster.learner_gpus + config.cluster.server_gpus == num_gpus
+        assert config.cluster.server_gpus == num_gpus

@@ -139,7 +139,7 @@ def test_only_plain_files_inside_are_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "buffer.json", "roles.json", "trees/updates-000000.jsonl.zst"),
+        *("config.json", "buffer.json", "trees/updates-000000.jsonl.zst"),
         "checkpoints/best/tokenizer.json",
     ],
 )

@@ -69,7 +69,7 @@ _NO_STATE: dict[str, Any] = {
     **dict.fromkeys(("update", "num_updates", "is_over", "is_live"), 0),
     "last": {},
     "sums": {},
-    **dict.fromkeys(("roles", "explorers", "model", "seed"), ""),
+    **dict.fromkeys(("explorers", "model", "seed"), ""),
 }
 _TYPES = {
     ".html": "text/html; charset=utf-8",

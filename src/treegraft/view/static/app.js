@@ -160,7 +160,7 @@ function liveText(run) {
   const progress = `update ${run.update} of ${run.num_updates}`;
   if (made) return h("span", { class: "dim", title: "A copy: it does not follow the run, and cannot search by similarity." }, `${progress}, copy of ${made}`);
   if (!run.is_live) return [h("span", { class: "dim" }, progress)];
-  return [h("b", { class: "pulse" }, "running"), ` ${progress} `, run.roles && h("span", { class: "dim" }, `${run.roles} `), h("button", { "aria-pressed": String(following), onclick: toggleFollow, title: "key f" }, following ? "following" : "follow")];
+  return [h("b", { class: "pulse" }, "running"), ` ${progress} `, h("button", { "aria-pressed": String(following), onclick: toggleFollow, title: "key f" }, following ? "following" : "follow")];
 }
 
 // ---- the watch
