@@ -1,7 +1,7 @@
-"""Trees in the formats of Inspect and verifiers.
+"""Trees as logs of Inspect.
 
-The readers of both live in environments of their own. INSPECT_PYTHON and VERIFIERS_PYTHON name
-their Pythons; without them those tests are skipped.
+Its reader lives in an environment of its own. INSPECT_PYTHON names its Python; without it that test
+is skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.tiny import tiny
@@ -50,8 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_run(tables, display=False).run_dir
 
 
-def exported(run: Path, to: str, folder: Path) -> tuple[Path, list[Tree]]:
-    done = CliRunner().invoke(app, ["export", str(run), "--to", to, "--out", str(folder)])
+def exported(run: Path, folder: Path) -> tuple[Path, list[Tree]]:
+    done = CliRunner().invoke(app, ["export", str(run), "--out", str(folder)])
     assert done.exit_code == 0, done.output
     (path,) = folder.iterdir()
     return path, list(read_trees(run / "trees" / "update-000001.jsonl"))
@@ -68,7 +67,7 @@ def of_kind(trees: list[Tree], kind: type) -> int:
 
 
 def test_a_log_of_inspect_has_a_sample_for_each_leaf(run: Path, tmp_path: Path) -> None:
-    path, trees = exported(run, "inspect", tmp_path)
+    path, trees = exported(run, tmp_path)
     assert path.name == "update-000001.eval"
     with zipfile.ZipFile(path) as archive:
         samples = [
@@ -102,29 +101,9 @@ def test_tasks_of_like_names_stay_apart_in_a_log(tmp_path: Path) -> None:
     assert files == [f"samples/{one}_epoch_1.json" for one in listed]
 
 
-def test_traces_of_verifiers_have_the_tokens_of_their_paths(run: Path, tmp_path: Path) -> None:
-    path, trees = exported(run, "verifiers", tmp_path)
-    traces = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    paths = [one for tree in trees for one in tree.trajectories()]
-    assert len(traces) == len(paths)
-    for trace, one in zip(traces, paths, strict=True):
-        nodes: list[dict[str, Any]] = trace["nodes"]
-        assert [node["parent"] for node in nodes] == [None, *range(len(nodes) - 1)]
-        assert [token for node in nodes for token in node["token_ids"]] == one.token_ids
-        assert [bool(m) for node in nodes for m in node["mask"]] == one.loss_mask
-        for node in nodes:
-            assert len(node["logprobs"]) == sum(node["mask"])
-            assert len(node.get("advantages") or []) == sum(node["mask"])
-        assert trace["rewards"]["reward"]["score"] == one.leaf.reward
-        roles = [node["message"]["role"] for node in nodes]
-        assert roles.count("tool") == sum(len(s.content.observations) for s in one.steps)
-
-
-def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["export", str(run), "--to", "elsewhere"])
-    assert "got 'elsewhere', expected one of inspect, verifiers" in str(done.exception)
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    done = CliRunner().invoke(app, ["export", str(tmp_path), "--to", "inspect"])
+    done = CliRunner().invoke(app, ["export", str(tmp_path)])
     assert "it has no trees" in str(done.exception)
 
 
@@ -136,37 +115,16 @@ kinds = [event.event for one in log.samples for event in one.events]
 print(log.status, len(log.samples), len(read_eval_log_sample_summaries(sys.argv[1])),
       kinds.count("branch"), log.results.scores[0].metrics["mean"].value)
 """
-READ_VERIFIERS = """
-import sys
-from verifiers.v1.trace import Trace
-traces = [Trace.model_validate_json(line) for line in open(sys.argv[1])]
-print(len(traces), sum(len(one.branches) for one in traces), sum(one.reward for one in traces))
-"""
 
 
-def by(variable: str, code: str, path: Path) -> list[str]:
-    python = os.environ.get(variable)
-    if not python:
-        pytest.skip(f"{variable} names no Python that has the reader")
-    done = subprocess.run(
-        [python, "-c", code, str(path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
+@pytest.mark.skipif("INSPECT_PYTHON" not in os.environ, reason="no Python that has the reader")
 def test_inspects_own_reader_reads_the_log(run: Path, tmp_path: Path) -> None:
-    path, trees = exported(run, "inspect", tmp_path)
+    path, trees = exported(run, tmp_path)
     rewards = [leaf.reward for tree in trees for leaf in tree.leaves if leaf.reward is not None]
-    status, samples, summaries, branches, mean = by("INSPECT_PYTHON", READ_INSPECT, path)
+    command = [os.environ["INSPECT_PYTHON"], "-c", READ_INSPECT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    status, samples, summaries, branches, mean = done.stdout.split()
     assert (status, int(samples), int(summaries)) == ("success", len(rewards), len(rewards))
     assert int(branches) == of_kind(trees, BranchCause)
     assert float(mean) == pytest.approx(sum(rewards) / len(rewards))
-
-
-def test_verifiers_own_class_reads_the_traces(run: Path, tmp_path: Path) -> None:
-    path, trees = exported(run, "verifiers", tmp_path)
-    leaves = [leaf for tree in trees for leaf in tree.leaves]
-    traces, branches, reward = by("VERIFIERS_PYTHON", READ_VERIFIERS, path)
-    assert int(traces) == int(branches) == len(leaves)
-    assert float(reward) == pytest.approx(sum(leaf.reward or 0.0 for leaf in leaves))

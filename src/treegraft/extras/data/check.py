@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -323,84 +323,3 @@ def _min_hash(parts: frozenset[str]) -> Any:
     made = MinHash(num_perm=NUM_PERMUTATIONS)
     made.update_batch([part.encode("utf-8", "surrogatepass") for part in parts])
     return made
-
-
-# ---------------------------------------------------------------------- looking at rows
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnSummary:
-    """One column: its kinds of value, how often it is filled, and how long it is as text, in
-    characters."""
-
-    name: str
-    kinds: list[str]
-    num_filled: int
-    length_median: int
-    length_p95: int
-    length_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileView:
-    """Columns, lengths and a few rows of a file."""
-
-    source: str
-    num_rows: int
-    question_column: str | None
-    reference_column: str | None
-    columns: list[ColumnSummary]
-    rows: list[dict[str, Any]]
-    """The rows asked for, {"row": number, "values": columns}."""
-    problems: list[str]
-
-
-_KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
-_KINDS |= {"int": "integer", "float": "number"}
-
-
-def view_file(name: str, *, num: int = 3) -> FileView:
-    """Returns the columns of a file with their lengths, and its first `num` rows.
-
-    Raises:
-        DataError: a file that is missing or has no row.
-    """
-    lengths: dict[str, list[int]] = {}
-    # Dictionaries keep the order in which columns and kinds are met.
-    kinds: dict[str, dict[str, None]] = {}
-    shown, problems = list[dict[str, Any]](), list[str]()
-    used: list[str | None] = [None, None]
-    num_rows = 0
-    for row in readers.read_rows(name, "train"):
-        num_rows += 1
-        if isinstance(row, readers.BadRow):
-            problems.append(row.reason)
-            continue
-        for column, value in fields.nested_columns(row.values):
-            if isinstance(value, Mapping):
-                continue
-            kind = "chat messages" if fields.are_messages(value) else type(value).__name__
-            kinds.setdefault(column, {})[_KINDS.get(kind, kind)] = None
-            filled = lengths.setdefault(column, [])
-            if value not in (None, "", [], ()):
-                filled.append(len(str(value)))
-        for place, names in enumerate((fields.QUESTION_COLUMNS, fields.REFERENCE_COLUMNS)):
-            if used[place] is None and (found := fields.find_value(row.values, names)):
-                used[place] = found[0]
-        if row.number < num:
-            shown.append({"row": row.number, "values": dict(row.values)})
-    if not num_rows:
-        raise DataError(
-            f"'{name}' has no rows; expected one object a line.", code="no-rows-in-file"
-        )
-    columns = [_summary(name, list(kinds[name]), sorted(lengths[name])) for name in kinds]
-    return FileView(name, num_rows, used[0], used[1], columns, shown, problems)
-
-
-def _summary(name: str, kinds: list[str], lengths: list[int]) -> ColumnSummary:
-    last = len(lengths) - 1
-    median, p95, longest = (
-        lengths[min(last, int(share * len(lengths)))] if lengths else 0
-        for share in (0.5, 0.95, 1.0)
-    )
-    return ColumnSummary(name, kinds, len(lengths), median, p95, longest)

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from treegraft import Status, Step, Trajectory, Tree
-from treegraft.extras.formats.messages import conversation, written
 from treegraft.parts import BranchCause, GraftCause, RestartCause, RetryCause, StoredCause
 
 VERSION = 2
@@ -217,3 +216,44 @@ def _of_step(step: Step, model: str) -> Iterator[dict[str, Any]]:
     # What branches and other leaves begin at.
     yield {"event": "anchor", "anchor_id": step.id, "source": "treegraft"} | inside
     yield {"event": "span_end", "id": f"step-{step.id}"} | inside
+
+
+# ------------------------------------------------------------------ messages
+
+
+def conversation(path: Trajectory) -> list[dict[str, Any]]:
+    """Returns the question, and each step with its results: messages of the roles system, user,
+    assistant and tool."""
+    messages = [dict(one) for one in path.task.conversation()]
+    for step in path.steps[1:]:
+        messages.append(written(step))
+        seen = zip(step.content.observations, step.content.calls, strict=False)
+        for place, (result, call) in enumerate(seen):
+            messages.append(
+                {
+                    "role": "tool",
+                    "content": result.text,
+                    "tool_call_id": f"{step.id}-{place}",
+                    "function": call.name,
+                }
+            )
+    return messages
+
+
+def written(step: Step) -> dict[str, Any]:
+    """Returns what stands in a step before its results, as an assistant's message; of a graft what
+    the other agent wrote."""
+    content = step.content
+    texts = [content.thought, "" if content.answer is None else content.answer]
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
+    if content.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{step.id}-{place}",
+                "type": "function",
+                "function": call.name,
+                "arguments": {"input": call.body},
+            }
+            for place, call in enumerate(content.calls)
+        ]
+    return message

@@ -1,5 +1,4 @@
-"""The markup of other agents, and the command that writes a run's trees in the formats of other
-projects."""
+"""The markup of other agents, and the command that writes a run's trees for Inspect."""
 
 from __future__ import annotations
 
@@ -15,5 +14,5 @@ def register(registry: Registry) -> None:
     registry.command(
         "export",
         f"{_HERE}.command:export",
-        help="Write the trees of a run in the format of another project.",
+        help="Write the trees of a run as evaluation logs of Inspect.",
     )
