@@ -34,7 +34,7 @@ from trl import GRPOTrainer
 from treegraft import Session, SettingError, Status, load_config, read_trees, sft
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl import trainer as of_trainer
-from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
+from treegraft.extras.trl.arguments import HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
 from treegraft.extras.trl.trainer import REFUSED
 from treegraft.parts import BranchCause, RunReader, setting_rows
@@ -678,7 +678,7 @@ def test_the_page_names_every_table_and_argument() -> None:
     tables = {name.partition(".")[0] for name in names}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
-    for name in (*(one.name for one in HOST.only), *TRL, *VLLM, *COLOCATE, *REFUSED):
+    for name in (*(one.name for one in HOST.only), *TRL, *VLLM, *REFUSED):
         if name != "reward_processing_classes":
             assert f"`{name}`" in page, name
 

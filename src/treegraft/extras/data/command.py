@@ -102,8 +102,6 @@ def _say(text: str, style: str = "") -> None:
 def _print_file(file: FileDefects) -> None:
     columns = f"question in {file.question_column}, reference in {file.reference_column}"
     _say(f"{file.source}: {file.num_rows} rows, {columns}", "bold")
-    if file.advice:
-        _say(file.advice, "yellow")
     if not file.findings:
         _say("no defect found")
     for one in file.findings:

@@ -65,13 +65,13 @@ TRL = {
     "eval_strategy": "trees are for training; measure a checkpoint with `treegraft eval`",
 }
 """TRL's arguments that have to keep their default, and why."""
-VLLM = {"vllm_structured_outputs_regex": _BY_TREES}
-"""The same with use_vllm."""
-COLOCATE = {
+VLLM = {
+    "vllm_mode": "trees get their tokens from the vLLM in the trainer's process",
+    "vllm_structured_outputs_regex": _BY_TREES,
     "vllm_tensor_parallel_size": "processes of a group have to request the same tokens in one"
-    ' order, and tools answer in none; take vllm_mode = "server"',
+    " order, and tools answer in none",
 }
-"""The same if vLLM is in the trainer's process."""
+"""The same with use_vllm."""
 
 
 def derived(config: Config, *, uses_vllm: bool) -> dict[str, Derived]:
@@ -204,9 +204,7 @@ def check_recipe(config: Config) -> None:
 def check_arguments(config: Config, args: GRPOConfig) -> None:
     """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
     contradict the recipe; `grpo_config` makes the right ones."""
-    # A server's processes are its own.
-    colocates = args.use_vllm and args.vllm_mode == "colocate"
-    reasons = TRL | (VLLM if args.use_vllm else {}) | (COLOCATE if colocates else {})
+    reasons = TRL | (VLLM if args.use_vllm else {})
     fields = GRPOConfig.__dataclass_fields__
     only = [Only(name, fields[name].default, why) for name, why in reasons.items()]
     HOST.check_arguments(only, derived(config, uses_vllm=args.use_vllm), partial(getattr, args))

@@ -30,7 +30,7 @@ from treegraft.extras.trl.rows import (
     tree_rows,
     trl_coefficients,
 )
-from treegraft.extras.trl.vllm import token_source
+from treegraft.extras.trl.vllm import Colocated
 from treegraft.parts import losses, measuring, served
 
 OBJECTS = {"train_dataset": "tasks", "reward_funcs": "rewards", "tools": "tools"}
@@ -152,7 +152,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
         self._last_loaded_step = -1
         engine: Any = self._session.engine
-        engine.server = token_source(self.vllm_generation, self.args, engine.capacity)
+        engine.server = Colocated(self.vllm_generation.llm, self.accelerator.device)
         self._held.callback(engine.server.close)
         engine.max_context, engine.end_ids = engine.server.max_context, set(self.eos_token_ids)
 
@@ -252,7 +252,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _awake(self) -> Iterator[None]:
         """Holds the keys and values of a vLLM that sleeps between generations."""
         generation = self.vllm_generation if self._asks_vllm else None
-        if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
+        if generation is None or not generation.enable_sleep_mode:
             yield
             return
         generation.llm.wake_up(tags=["kv_cache"])
@@ -314,9 +314,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         else:
             # TRL's ratio is then (1 + m F) ρ, which its clip acts on (RAPO, eq. 8 and 11).
             found["old_per_token_logps"] = old - shaping.log().to(device)
-        # In TRL's table of completions, in place of what it made of the rewards.
-        means = torch.tensor([_mean(row) for row in rows], dtype=torch.float32, device=device)
-        self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,15 +350,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             terms = terms - coef * entropies
         found: Tensor = (inputs["coefficients"][:, None] * terms * mask).sum()
         return found
-
-
-def _mean(row: Row) -> float:
-    """The mean advantage of a row's loss tokens, 0 without any."""
-    if row.leaf is None or not any(row.leaf.loss_mask):
-        return 0.0
-    pairs = zip(row.leaf.advantages, row.leaf.loss_mask, strict=True)
-    own = [advantage for advantage, carries in pairs if carries]
-    return sum(own) / len(own)
 
 
 def _objects(others: dict[str, Any]) -> Any:
