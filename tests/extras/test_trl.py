@@ -78,14 +78,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
 }
 MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "one pass of all rows": ((), {"per_device_train_batch_size": 8}),
     "passes of parts of trees": (HARD, {"per_device_train_batch_size": 2}),
     "engine's log-probabilities": ((*HARD, "loss.old_logprobs=engine", *SHAPED), {}),
     "dual clip": (("loss.dual_clip=1.3", "loss.shaping_weight=0.6"), {}),
-    "dual clip, two passes": (
-        ("loss.dual_clip=1.06", "loss.clip_high=0.05", "learn.num_epochs=2"),
-        {},
-    ),
     "truncated": (("rollout.max_completion_tokens=16",), {}),
     "KL": (("loss.kl_coef=0.1",), {}),
     "KL, unequal weights": (
@@ -103,7 +98,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"per_device_train_batch_size": 2},
     ),
 }
-ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip", "dual clip, two passes")
+ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip")
 """Cases in which the clip has to act."""
 
 
@@ -557,20 +552,10 @@ def test_refused_in_a_recipe(override: str, base: Path) -> None:
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "truncated": ({"mask_truncated_completions": True}, "mask_truncated_completions"),
     "scale": ({"scale_rewards": "group"}, "scale_rewards"),
-    "loss": ({"loss_type": "sapo"}, "loss_type"),
     "sequence": ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
     "leaves": ({"num_generations": 8}, "num_generations"),
-    "temperature": ({"temperature": 0.7}, "temperature"),
-    "clip": ({"epsilon_high": 0.1}, "epsilon_high"),
-    "rate": ({"learning_rate": 1e-6}, "learning_rate"),
-    "steps": ({"max_steps": 7}, "max_steps"),
-    "epochs": ({"num_train_epochs": 1}, "num_train_epochs"),
-    "top_p": ({"top_p": 0.9}, "top_p"),
     "entropy": ({"entropy_coef": 0.01}, "entropy_coef: .*loss.entropy_coef of the recipe"),
-    "weights": ({"reward_weights": [0.5]}, "reward_weights"),
-    "mask": ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
     "eval": ({"eval_strategy": "steps", "eval_steps": 1}, "do_eval|eval_strategy"),
-    "columns": ({"remove_unused_columns": True}, "remove_unused_columns"),
     "recompute": ({"gradient_checkpointing": True}, "checkpointing"),
     "other number of trees": (
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
