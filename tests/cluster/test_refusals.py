@@ -83,7 +83,7 @@ def test_too_few(needs: dict[str, float], code: str) -> None:
     [
         ({"python": "3.9"}, "cluster-version-differs"),
         ({"torch": "1.0"}, "cluster-version-differs"),
-        ({"code": "0"}, "cluster-code-differs"),
+        ({"treegraft": "0"}, "cluster-version-differs"),
         ({"token": ""}, "cluster-folder-unseen"),
         ({"cwd": "/there/is/no/such/folder"}, "cluster-folder-unseen"),
     ],

@@ -72,7 +72,7 @@ def look(token: str) -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
-        "code": files.code_checksum(),
+        "treegraft": f"with checksum {files.code_checksum()}",
         "token": path.read_bytes().hex() if path.exists() else "",
     }
 
@@ -81,19 +81,13 @@ def refuse_other(where: str, seen: Mapping[str, str], place: Place) -> None:
     """Raises `SettingError` for a machine with other versions or code, or that does not see the
     run's folders."""
     own = place.alike
-    for name in ("python", "torch", "transformers"):
+    for name in ("python", "torch", "transformers", "treegraft"):
         if seen[name] != own[name]:
             raise SettingError(
                 f"cluster: {where} has {name} {seen[name]}, expected {own[name]} as rank 0 has."
                 " Install the same on every machine.",
                 code="cluster-version-differs",
             )
-    if seen["code"] != own["code"]:
-        raise SettingError(
-            f"cluster: the treegraft package of {where} differs from that of rank 0 (checksum"
-            f" {seen['code']}, expected {own['code']}). Install the same on every machine.",
-            code="cluster-code-differs",
-        )
     if seen["token"] != own["token"] or not os.path.isdir(place.cwd):
         raise SettingError(
             f"cluster: {where} does not see the folders {Path(place.token).parent} and {place.cwd}"
