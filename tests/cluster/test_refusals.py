@@ -23,7 +23,7 @@ from treegraft.__main__ import main
 from treegraft.extras.ray import connection
 from treegraft.extras.ray.actor import EngineActor, Place, alone, look, refuse_other, value_of
 from treegraft.extras.ray.placement import place_of
-from treegraft.extras.ray.plugin import num_engines
+from treegraft.extras.ray.settings import num_engines
 from treegraft.settings.config import Config
 
 Seen = dict[str, str]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, SettingError
-from treegraft.extras.ray.plugin import cluster_settings, num_engines
+from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.parts import plain
 
 TESTED = (2, 60)

@@ -14,7 +14,7 @@ from typing import Any
 from treegraft import Config
 from treegraft.extras.ray.actor import Place, look, start
 from treegraft.extras.ray.connection import connected
-from treegraft.extras.ray.plugin import cluster_settings, num_engines
+from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.extras.ray.supervisor import Member, Supervisor, VllmSupervisor
 from treegraft.parts import interfaces, remote
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from treegraft.parts import Registry, Settings, setting, when
+from treegraft.parts import Finding, Registry, Settings, setting, when
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,29 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
             yield f"tools.search.encoder = '{search.encoder}'", "sentence_transformers"
 
 
+def findings(config: Any) -> Iterator[Finding]:
+    """The file, address or key that the search needs; no service is asked."""
+    search = config.tools.search
+    if "search" not in config.tools.use:
+        return
+    if search.kind in ("bm25", "dense"):
+        path = os.path.expanduser(os.path.expandvars(search.corpus))
+        note = ""
+        if "$" in path:
+            note = f"set the environment variable in '{search.corpus}'"
+        elif not os.access(path, os.R_OK):
+            note = "does not exist or cannot be read" if path else "name a file"
+        yield Finding("tools.search.corpus", path or "empty", not note, note)
+    elif search.kind == "http":
+        note = "" if search.url else "name a retrieval server"
+        yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
+    elif search.kind == "web":
+        variable = PROVIDERS[search.provider].key_variable
+        is_set = bool(os.environ.get(variable, "").strip())
+        note = "" if is_set else f"set it to your key of {search.provider}"
+        yield Finding(variable, "set" if is_set else "not set", is_set, note)
+
+
 def register(registry: Registry) -> None:
     """Registers the sources of the search tool, and the command that serves a corpus."""
     for kind in ("bm25", "dense"):
@@ -127,3 +151,4 @@ def register(registry: Registry) -> None:
     registry.command(
         "serve", "treegraft.extras.search.command:serve_app", help="Run servers for agents."
     )
+    registry.part("finding", "search", findings)
