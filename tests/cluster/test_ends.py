@@ -15,7 +15,7 @@ from treegraft.train import train
 
 pytestmark = [needs_ray, pytest.mark.slow]
 
-TABLES = {**BRANCHED, "run": {"num_updates": 3}}
+TABLES = {**BRANCHED, "run": {"num_updates": 8}}
 
 
 @pytest.fixture
