@@ -447,7 +447,6 @@ def test_a_name_of_a_run_cannot_steer_the_terminal(kind: type[PlainDisplay]) -> 
         ["view", "RUN", "--text"],
         ["compare", "RUN", "RUN"],
         ["buffer", "stats", "RUN"],
-        ["export", "RUN", "--to", "inspect"],
     ],
     ids=lambda words: " ".join(words),
 )

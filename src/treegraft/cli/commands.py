@@ -274,26 +274,6 @@ class RunAsked:
     accepts_changes: bool
     is_smoke: bool
 
-    @property
-    def start_words(self) -> list[str]:
-        """The words of a command line that ask for the same run, overrides left out."""
-        if self.resume is None:
-            return [str(self.recipe), *(["--smoke"] if self.is_smoke else [])]
-        return ["--resume", str(self.resume), *self.accept_words]
-
-    @property
-    def accept_words(self) -> list[str]:
-        """The option that accepts changes, where it was given."""
-        return ["--accept-changes"] if self.accepts_changes else []
-
-    def run_dir(self) -> Path:
-        """Returns the folder of the run: a new one, or that of the run to resume."""
-        if self.resume is not None:
-            return self.resume
-        from treegraft.runs.run import new_run_path
-
-        return new_run_path(self.config, self.recipe)
-
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[dict[str, Any]]:
         """Yields the arguments of `treegraft.train.train` but for the settings; errors of data,

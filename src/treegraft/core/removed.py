@@ -24,10 +24,18 @@ def _world(name: str, called: str) -> dict[str, str]:
     }
 
 
+_LEARNER = (
+    "Gone since 0.8: learn.ranks = N, or torchrun, starts the learner's ranks; `ray start"
+    " --num-gpus=0` leaves them the GPUs of their machine."
+)
+
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
     "continuation": _FORCED,
     "counterfactual": _FORCED,
+    "cluster.learner_gpus": _LEARNER,
+    "cluster.learner_ranks": _LEARNER,
+    "cluster.max_restarts": "Gone since 0.8; a lost rank ends the run, and --resume goes on.",
     "credit.evidence": _EVIDENCE,
     "evidence": _EVIDENCE,
     "explore.answer_leaf": _FORCED,

@@ -160,6 +160,7 @@ class Host(NamedTuple):
         return rows
 
 
+_NO_TEXTS = "{} learns from what the policy sampled, and imitated texts are none of it"
 COMMON = (
     Only("loss.objective", "clip", "{}'s other losses are not those of Treegraft"),
     Only("learn.replicate", 1, "{} divides weights among processes"),
@@ -167,6 +168,8 @@ COMMON = (
     Only("rollout.max_rounds", 1, "{} fixes the number of prompts of a step"),
     Only("replay.fresh_frac", 1.0, "{} generates every batch anew"),
     Only("sampler.kind", "epochs", "{} chooses the prompts of a step"),
+    Only("loss.graft_coef", 0.0, _NO_TEXTS),
+    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
     Only(
         "warmup.num_steps",
         0,

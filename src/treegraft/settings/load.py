@@ -220,6 +220,9 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
 REMOVED: Mapping[str, Any] = {
     "cluster.buffer_replicas": ...,
     "cluster.growers": ...,
+    "cluster.learner_gpus": 0,
+    "cluster.learner_ranks": None,
+    "cluster.max_restarts": ...,
     "cluster.tool_workers": ...,
     "engine.noise": "philox",
     "learn.sequence_parallel": 1,

@@ -8,17 +8,13 @@ from typing import Any
 from treegraft.assemble import Parts as Parts
 from treegraft.core.demonstration import Written as Written
 from treegraft.core.demonstration import plain_step as plain_step
-from treegraft.core.demonstration import solution as solution
 from treegraft.core.sessions import SessionOpener as SessionOpener
 from treegraft.core.types import ROOT_ID as ROOT_ID
 from treegraft.runs.display import display_on as display_on
 from treegraft.runs.open import open_checkpoint as open_checkpoint
 from treegraft.settings.config import Config
-from treegraft.settings.explore import MADE_BY_RUN as MADE_BY_RUN
-from treegraft.tools.environments.own import ended as ended
 from treegraft.tools.environments.rehearsal import rehearse_all as rehearse_all
 from treegraft.traces.collect import attempts_tree as attempts_tree
-from treegraft.traces.demonstrations import read_demonstrations as read_demonstrations
 from treegraft.traces.keys import read_trajectory as read_trajectory
 from treegraft.traces.keys import split_steps as split_steps
 from treegraft.traces.keys import value_text as value_text

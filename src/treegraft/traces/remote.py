@@ -24,7 +24,7 @@ from treegraft.core.types import Filters, StepContent, Task, Trace, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
@@ -159,7 +159,6 @@ class TreeHost:
         self._explorer: Explorer | None = None
         """The recipe's, once it is asked for."""
         self._buffers = _OpenStates(parts)
-        self._watch = Watch()
 
     @classmethod
     @asynccontextmanager
@@ -181,11 +180,6 @@ class TreeHost:
                 yield host
             finally:
                 host._buffers.close()
-
-    @property
-    def waits(self) -> dict[str, int]:
-        """How many trajectories wait for what."""
-        return {owner: num for owner, num in self._watch.waits.items() if num}
 
     async def grow(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it, as JSON can hold it."""
@@ -218,9 +212,7 @@ class TreeHost:
         retriever = None
         if order["state"] is not None:
             retriever = _TreeRetriever(await self._buffers.at(order["state"]), config)
-        grower = parts.grower(explorer or Independent(), limits, retriever)
-        grower.watch = self._watch
-        return grower
+        return parts.grower(explorer or Independent(), limits, retriever)
 
     def _task(self, order: Mapping[str, Any]) -> Task:
         """The task as it was sent or, where that is not all of it, the one of its own data."""
