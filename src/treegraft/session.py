@@ -63,7 +63,6 @@ from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks, tasks_checksum
 from treegraft.tasks.sampler import build_sampler
 from treegraft.traces.demonstrations import add_lessons, lesson_book, read_demonstrations
-from treegraft.traces.retrieve import too_short, unusable
 from treegraft.traces.rollout_buffer import OWN_FILE, RolloutBuffer
 
 if TYPE_CHECKING:
@@ -100,8 +99,6 @@ class Surroundings:
     """Where engines and growers stand; None for this process."""
     warms_up_only: bool = False
     """Leaves out what only updates need."""
-    accepts_changes: bool = False
-    """Takes a buffer that has changed since the run began."""
 
 
 class Session:
@@ -322,11 +319,7 @@ class Session:
             places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
             saved = next((place for place in places if place.exists()), None)
         return RolloutBuffer(
-            self.config,
-            parts.source,
-            self._within.folder,
-            saved=saved,
-            accepts_changes=self._within.accepts_changes,
+            self.config, parts.source, self._within.folder, saved=saved
         )
 
     @staticmethod
@@ -441,10 +434,6 @@ class Session:
             if self._book is None or self.buffer.origin == "self" or self.buffer.file is None:
                 # What later updates had added is gone only now.
                 self._book = lesson_book(config, self.buffer, parts)
-            held = self.buffer.buffer
-            for doubt in (unusable(held, config, parts.train_tasks), too_short(held, config)):
-                if doubt:
-                    self._within.display.warn(doubt)
         self._replay = Replay(config, self._replayed_folder(), state.update)
         self.grower = parts.grower(self.explorer, retriever=retriever)
         self._is_ready = True

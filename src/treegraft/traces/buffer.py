@@ -28,10 +28,10 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import QUERIES, Hits, search_rows
+from treegraft.tools.search.nearest import search_exactly
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Excluded, RowTable
-from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
+from treegraft.traces.store import COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -102,7 +102,6 @@ class TraceBuffer:
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
-        self._digested = (-1, hashlib.blake2b(digest_size=16))
         self._file = self._opened(self.path, create=encoder is not None)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
@@ -167,13 +166,13 @@ class TraceBuffer:
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
             "SELECT id, evicted_at IS NULL, terminal, CASE task_id WHEN '' THEN asked_by(key) ELSE"
-            " task_id END, source FROM traces WHERE id > ? ORDER BY id",
+            " task_id END FROM traces WHERE id > ? ORDER BY id",
             (last,),
         )
         if columns:
-            ids, live, terminal, tasks, sources = zip(*columns, strict=True)
+            ids, live, terminal, tasks = zip(*columns, strict=True)
             vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
-            table.append(ids, vectors, live, terminal, tasks, sources)
+            table.append(ids, vectors, live, terminal, tasks)
 
     # ------------------------------------------------------------------ writing
 
@@ -205,19 +204,14 @@ class TraceBuffer:
         by_hash: dict[str, Trace] = {}
         for trace in traces:
             by_hash.setdefault(trace.content_hash, trace)
-        known = self._file.live_ids(list(by_hash))
-        keys = {name: trace.key for name, trace in by_hash.items() if name not in known}
-        # Embedded before the file is locked; additions and evictions of other processes in the
-        # meantime are seen inside.
-        vectors = dict(zip(keys, self._encode(list(keys.values())), strict=True))
+        # The encoder's loading is not a part of the transaction, for which others wait.
+        self.load_encoder()
         with self._file.transaction() as connection:
             ids = self._file.live_ids(list(by_hash))
             new = [name for name in by_hash if name not in ids]
-            for name in new:
-                trace = by_hash[name]
-                # Another process may have evicted a trace since it was found above.
-                vector = vectors[name] if name in vectors else self._encode([trace.key])[0]
-                row = (name, *trace_row(trace), update)
+            vectors = self._encode([by_hash[name].key for name in new])
+            for name, vector in zip(new, vectors, strict=True):
+                row = (name, *trace_row(by_hash[name]), update)
                 cursor = connection.execute(
                     f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES"
                     f" ({', '.join('?' * len(row))})",
@@ -227,14 +221,12 @@ class TraceBuffer:
                 blob = vector.astype("<f4").tobytes()
                 connection.execute("INSERT INTO vectors VALUES (?, ?)", (ids[name], blob))
             # Of every trace, new or not: a known step may be one of a further trajectory.
-            steps = [(t.source, t.task_id, t.trajectory, t.position) for t in traces]
-            facts = [
-                (ids[t.content_hash], float(t.reward), t.policy_version, update) for t in traces
-            ]
-            connection.executemany(
-                "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*step, *fact) for step, fact in zip(steps, facts, strict=True)],
-            )
+            for trace in traces:
+                step = (trace.source, trace.task_id, trace.trajectory, trace.position)
+                facts = (ids[trace.content_hash], float(trace.reward), trace.policy_version, update)
+                connection.execute(
+                    "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step + facts
+                )
         self._catch_up(self._table)
         return len(new)
 
@@ -266,7 +258,6 @@ class TraceBuffer:
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
-            self._digested = (-1, hashlib.blake2b(digest_size=16))
             # Filled before it is put in place: a search meanwhile sees the old rows or the new.
             table = RowTable(self.dim)
             self._catch_up(table)
@@ -281,7 +272,6 @@ class TraceBuffer:
         *,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns for each key the k nearest traces with their cosines, best first, the one stored
@@ -292,15 +282,14 @@ class TraceBuffer:
                 in a buffer built on the training tasks they give those tasks' answers away.
             exclude_tasks: for each key a task whose traces are not eligible, by its id or by its
                 names (its id and `keys.asked_by`); None or "" excludes none.
-            sources: agents whose traces are eligible; empty for all.
             min_similarity: lowest cosine of a result, -1..1.
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=): got one text, expected a list", code="keys-one-text")
         if not len(keys) or not len(self):
             return [[] for _ in keys]
-        filters = (allow_terminal, exclude_tasks, sources, min_similarity)
-        return self.search_vectors(self._encode(keys), k, *filters)
+        vectors = self._encode(keys)
+        return self.search_vectors(vectors, k, allow_terminal, exclude_tasks, min_similarity)
 
     def search_vectors(
         self,
@@ -308,7 +297,6 @@ class TraceBuffer:
         k: int = 1,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
@@ -317,16 +305,13 @@ class TraceBuffer:
         tasks = _tasks(exclude_tasks, len(vectors))
         # Taken once: another thread may put other rows in their place.
         table = self._table
-        rows, hits = table.rows, list[Hits]()
-        # In parts, since each query may have a mask of its own.
-        for first in range(0, len(vectors), QUERIES):
-            here = slice(first, first + QUERIES)
-            base, masks = table.eligible(rows, allow_terminal, sources, tasks[here])
-            hits += search_rows(rows.vectors, vectors[here], base, masks, k)
-        close = [
-            [(int(rows.ids[row]), float(s)) for row, s in zip(*hit, strict=True)] for hit in hits
-        ]
-        close = [[(row, s) for row, s in one if s >= min_similarity] for one in close]
+        rows = table.rows
+        masks = table.eligible(rows, allow_terminal, tasks)
+        close: list[list[tuple[int, float]]] = []
+        for places, similarities in search_exactly(rows.vectors, vectors, masks, k):
+            is_close = similarities >= min_similarity
+            ids = rows.ids[places[is_close]].tolist()
+            close.append(list(zip(ids, similarities[is_close].tolist(), strict=True)))
         traces = self._file.traces(sorted({row for one in close for row, _ in one}))
         return [[(traces[row], similarity) for row, similarity in one] for one in close]
 
@@ -336,7 +321,6 @@ class TraceBuffer:
         *,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
     ) -> list[Trace | None]:
         """Returns a random eligible trace for each seed, always the same for the same buffer; None
         where none is eligible.
@@ -344,9 +328,10 @@ class TraceBuffer:
         Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
         `search`.
         """
-        table, tasks = self._table, _tasks(exclude_tasks, len(seeds))
+        tasks = _tasks(exclude_tasks, len(seeds))
+        table = self._table
         rows = table.rows
-        _, masks = table.eligible(rows, allow_terminal, sources, tasks)
+        masks = table.eligible(rows, allow_terminal, tasks)
         picks: list[int | None] = []
         for seed, mask in zip(seeds, masks, strict=True):
             ids = rows.ids[mask]
@@ -389,16 +374,11 @@ class TraceBuffer:
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
             yield tuple(map(self._file.to_trace, group))
 
-    def best_rewards(self) -> list[tuple[str, str, float]]:
-        """Returns (source, task, best reward of a trajectory) for each pair."""
-        return self._file.query(
-            "SELECT m.source, m.task_id, max(m.reward) FROM members m JOIN traces t ON"
-            " t.id = m.trace WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id"
-        )
-
-    def sources_between(self) -> set[str]:
-        """Returns the agents with a step after the first of its trajectory that holds no answer."""
-        return {source for (source,) in self._file.query(BETWEEN)}
+    @property
+    def num_changes(self) -> int:
+        """Rows that were added or changed since the file was opened: equal numbers are one
+        state."""
+        return self._file.num_changes
 
     @property
     def num_keys_cut(self) -> int:
@@ -469,12 +449,9 @@ class TraceBuffer:
         """Returns a checksum of all that a search depends on - traces in their order, vectors,
         trajectories, evictions, encoder -, as it was after an update; None: as it is."""
         now = (1 << 62) if update is None else update
-        # Traces and vectors never change once they are there, so only new ones are read.
-        last, digest = self._digested if update is None else (-1, hashlib.blake2b(digest_size=16))
-        last = self._file.digest_traces(digest, last, now)
-        if update is None:
-            self._digested = (last, digest)
-        whole = hashlib.blake2b(digest.digest(), digest_size=16)
+        traces = hashlib.blake2b(digest_size=16)
+        self._file.digest_traces(traces, now)
+        whole = hashlib.blake2b(traces.digest(), digest_size=16)
         whole.update(f"{self.encoder_name} {self.dim}".encode())
         self._file.digest_marks(whole, now)
         return whole.hexdigest()

@@ -124,7 +124,6 @@ class BufferBuild:
                 agent=self._agent(parts),
                 format=parts.format,
                 scorer=parts.scorer,
-                max_graft_tokens=config.rollout.max_completion_tokens,
             )
             yield asked if place is None else replace(asked, max_concurrent=parts.engine.capacity)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import CheckpointError, DataError, about, nearest_file
+from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
@@ -129,7 +129,6 @@ class RolloutBuffer:
         folder: Path | None = None,
         *,
         saved: Path | None = None,
-        accepts_changes: bool = False,
     ) -> None:
         """Checks the buffer and loads its encoder.
 
@@ -137,16 +136,14 @@ class RolloutBuffer:
             source: the tasks, whose expert can fill the buffer.
             folder: of the run, which keeps a copy there; the original is then no longer needed.
             saved: a copy that was saved with the weights to go on from; None to begin anew.
-            accepts_changes: take a buffer that has changed since the run began.
 
         Raises:
-            DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
-                sources named.
+            DataError: no such file, an empty buffer, another encoder, no expert.
             SettingError, ModelError: no such encoder, or one that cannot be loaded.
         """
         self._config, self._source = config, source
         self.folder, self._saved = folder, saved
-        self._accepts_changes, self._checksum = accepts_changes, ""
+        self._checksum = ""
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
@@ -283,9 +280,6 @@ class RolloutBuffer:
 
         Args:
             parts: those of the run.
-
-        Raises:
-            CheckpointError: somebody has changed the buffer since the run began.
         """
         if not self._is_open:
             yield
@@ -361,45 +355,19 @@ class RolloutBuffer:
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
 
     def _refuse_empty(self, buffer: TraceBuffer) -> None:
-        settings, counts = self._config.buffer, buffer.stats().sources
-        if not counts and self.origin != "self":
+        if not len(buffer) and self.origin != "self":
             raise DataError(
                 f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
                 " it with `treegraft buffer build` or `treegraft buffer import`.",
                 code="buffer-empty",
             )
-        # The agent's own traces come with its first updates.
-        known = {*counts, OWN} if settings.grow.num_best else {*counts}
-        if missing := [name for name in settings.sources if name not in known]:
-            raise DataError(
-                f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of;"
-                f" it has {sorted(counts)}.",
-                code="buffer-sources-unknown",
-            )
 
     def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json into the run's folder when the run begins; later a buffer that others
-        can change has to be the one that it names."""
-        if self.folder is None:
+        """Writes buffer.json, where the buffer lies, into the run's folder when the run begins."""
+        if self.folder is None or (place := self.folder / "buffer.json").exists():
             return
-        place, fingerprint = self.folder / "buffer.json", buffer.fingerprint()
-        if not place.exists():
-            note = {
-                "path": os.path.relpath(buffer.path, self.folder),
-                "fingerprint": fingerprint,
-                "num_traces": len(buffer),
-            }
-            write_atomically(place, json.dumps(note, indent=2) + "\n")
-            return
-        if self.is_own or self._accepts_changes:
-            return
-        if (noted := _noted(place, "fingerprint")) != fingerprint:
-            raise CheckpointError(
-                f"buffer.path: the buffer '{buffer.path}' has changed since the run began"
-                f" (fingerprint {fingerprint}, expected {noted}); put the old file back, or start a"
-                " new run.",
-                code="buffer-changed",
-            )
+        note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
+        write_atomically(place, json.dumps(note, indent=2) + "\n")
 
     def checksums(self) -> dict[str, str]:
         """Returns the buffer's checksum for a checkpoint; empty if none is used."""

@@ -66,9 +66,6 @@ CREATE TABLE IF NOT EXISTS prunings (
 """Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
-BETWEEN = """SELECT DISTINCT m.source FROM members m JOIN traces t ON t.id = m.trace
-WHERE m.position > 0 AND NOT t.terminal AND t.evicted_at IS NULL"""
-"""Agents with a step after the first of its trajectory that holds no answer."""
 IN_MEMORY = Path(":memory:")
 """A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
@@ -210,6 +207,11 @@ class TraceFile:
                 raise
             self._connection.execute("COMMIT")
 
+    @property
+    def num_changes(self) -> int:
+        """Rows that this process has written since it opened the file."""
+        return self._connection.total_changes
+
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Returns all rows of a SELECT."""
         with self._lock, self._translated_errors():
@@ -318,20 +320,17 @@ class TraceFile:
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
 
-    def digest_traces(self, digest: Any, after: int, update: int) -> int:
-        """Feeds the traces and vectors behind row `after` that were there after an update to a
-        hash object; returns the last row."""
+    def digest_traces(self, digest: Any, update: int) -> None:
+        """Feeds the traces and vectors that were there after an update to a hash object."""
         columns = f"t.id, hash, {COLUMNS}, added_at, vector"
         with self._lock, self._translated_errors():
             for row in self._connection.execute(
-                f"SELECT {columns} FROM traces t LEFT JOIN vectors v ON v.id = t.id WHERE t.id > ?"
-                " AND (added_at IS NULL OR added_at <= ?) ORDER BY t.id",
-                (after, update),
+                f"SELECT {columns} FROM traces t LEFT JOIN vectors v ON v.id = t.id"
+                " WHERE added_at IS NULL OR added_at <= ? ORDER BY t.id",
+                (update,),
             ):
-                after = row[0]
                 digest.update(repr(row[:-1]).encode("utf-8", "surrogatepass"))
                 digest.update(row[-1] or b"")
-        return after
 
     def digest_marks(self, digest: Any, update: int) -> None:
         """Feeds the evictions and the trajectories that there were after an update to a hash
