@@ -318,9 +318,7 @@ class Session:
         if self._checkpoint is not None and self._within.folder is None:
             places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
             saved = next((place for place in places if place.exists()), None)
-        return RolloutBuffer(
-            self.config, parts.source, self._within.folder, saved=saved
-        )
+        return RolloutBuffer(self.config, parts.source, self._within.folder, saved=saved)
 
     @staticmethod
     def _saved_places(checkpoint: Path, own: Path, of_run: Path) -> list[Path]:

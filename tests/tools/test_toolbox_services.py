@@ -15,7 +15,6 @@ from tests.support.error_codes import raises_code
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.load import load_config
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
@@ -120,20 +119,6 @@ def test_waits_double() -> None:
     assert all(wait >= least for wait, least in zip(waits, (0.05, 0.1, 0.2), strict=True))
 
 
-def test_the_rate_of_a_remote_tool_is_limited_and_a_local_one_is_not() -> None:
-    async def run(tool: Service) -> float:
-        box = box_of(tool, max_calls_per_s=20.0, cache=False)
-        await asyncio.gather(*(box.call(ToolCall("service", str(n)), TASK) for n in range(7)))
-        await box.close()
-        return max(tool.times) - min(tool.times)
-
-    # Seven starts are six intervals of 1/20 s.
-    assert asyncio.run(run(Service(echo))) >= 0.29
-    local = Service(echo, is_remote=False)
-    asyncio.run(run(local))
-    assert local.num_runs == 7
-
-
 def test_results_outlive_the_run_and_errors_do_not(tmp_path: Path) -> None:
     async def fail_on_odd(run: int, body: str) -> str:
         if body == "bad":
@@ -178,25 +163,11 @@ def test_a_damaged_result_is_computed_again(text: str | None, tmp_path: Path) ->
     assert [tool.num_runs for tool in tools] == [1, 0]
 
 
-def test_a_replay_answers_from_the_file_alone(tmp_path: Path) -> None:
-    path = str(tmp_path / "cache.sqlite")
-    ask(Service(echo), "a", cache_path=path)
-    tool = Service(echo)
-    assert ask(tool, "a", cache_path=path, replay=True)[0] == [Observation(text="a!")]
-    with raises_code("replay-lacks-result", match="holds no result of this call of 'service'"):
-        ask(tool, "b", cache_path=path, replay=True)
-    assert tool.num_runs == 0
-
-
 def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(b"no database, but long enough to be looked at" * 99)
     with raises_code("cache-not-opened"):
         box_of(Service(echo), cache_path=str(damaged))
-    with raises_code("cache-missing"):
-        box_of(Service(echo), cache_path=str(tmp_path / "none.sqlite"), replay=True)
-    with raises_code("settings-contradict", "tools.replay"):
-        load_config("recipes/demo.toml", ["tools.replay=true"])
 
 
 def test_functions_say_that_they_are_remote() -> None:

@@ -130,43 +130,31 @@ async def first_true(
         names: the environment's tools.
         open_copy: opens a session in the present state; None where that cannot be had again.
     """
-    opened: list[Session] = []
     known: dict[Calls, str] = {}
     """Of calls one after another: the result of the last."""
-    copies: dict[Calls, Session] = {}
-    """By the calls that were made in it."""
-    try:
-        for number, values in enumerate(candidates):
-            told = _told(values, names)
-            if told == []:
-                return number, None
-            if told is None or open_copy is None:
-                continue
-            counts.num_graft_tries += 1
-            calls = tuple(call for call, _ in told)
-            begun = [calls[:count] for count in range(1, len(calls) + 1)]
-            seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
-            # A copy is used only where no result so far contradicts the candidate.
-            if any(known.get(made, text) != text for made, text in seen.items()):
-                continue
-            done = next((made for made in reversed(begun) if made in copies), ())
-            if done:
-                trial = copies.pop(done)
-            else:
-                opened.append(trial := await open_copy())
-            for made in begun[len(done) :]:
-                counts.num_graft_calls += 1
-                known[made] = (await trial.call(made[-1])).text
-                if known[made] != seen[made]:
-                    copies[made] = trial
-                    break
-            else:
-                opened.remove(trial)
-                counts.num_rehearsals += 1
-                return number, trial
-    finally:
-        for trial in opened:
-            trial.release()
+    for number, values in enumerate(candidates):
+        told = _told(values, names)
+        if told == []:
+            return number, None
+        if told is None or open_copy is None:
+            continue
+        counts.num_graft_tries += 1
+        calls = tuple(call for call, _ in told)
+        begun = [calls[:count] for count in range(1, len(calls) + 1)]
+        seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
+        # A copy is made only if no result so far contradicts the candidate.
+        if any(known.get(made, text) != text for made, text in seen.items()):
+            continue
+        trial = await open_copy()
+        for made in begun:
+            counts.num_graft_calls += 1
+            known[made] = (await trial.call(made[-1])).text
+            if known[made] != seen[made]:
+                trial.release()
+                break
+        else:
+            counts.num_rehearsals += 1
+            return number, trial
     counts.num_rehearsals += 1
     counts.num_untrue_grafts += 1
     return None

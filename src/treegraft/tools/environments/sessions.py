@@ -345,11 +345,11 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
         """Returns the present state as a point; arguments as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        point = _CopyPoint(self, self.history, is_wanted, is_kept)
+        point = _CopyPoint(self, self.history, is_wanted)
         self._points.append(point)
         return point
 
@@ -483,13 +483,8 @@ class _CopyPoint:
     """Stands in this state until it is copied."""
     history: Sequence[_Action]
     is_wanted: Callable[[], bool]
-    is_kept: bool
-    """No branch takes the copy itself."""
     copy: asyncio.Task[LiveEnvironment] | None = None
-    num_left: int = 0
-    """Branches still to be opened."""
     is_failed: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def keep(self) -> None:
         """Starts the copy, unless no branch will need it."""
@@ -497,8 +492,7 @@ class _CopyPoint:
             self.copy = self.session.start_copy()
 
     def reserve(self, num: int) -> None:
-        """Announces branches: each takes a copy, the last one this point's own."""
-        self.num_left += num
+        """Announces branches, each of which gets a copy of this point's copy."""
         self.session.tree.run.counts.usage.num_forks += num
         if self.copy is None:
             self.copy = self.session.start_copy()
@@ -506,18 +500,13 @@ class _CopyPoint:
     async def open(self) -> EnvironmentSession:
         """Returns a session on a copy. Raises `ToolUnavailable` where it cannot be made."""
         tree = self.session.tree
-        if self.num_left <= 0:
+        if self.copy is None:
             self.reserve(1)
         assert self.copy is not None, "made with the reservation"
-        # One after another: the last branch takes the copy itself, and then changes it.
-        async with self.lock:
-            try:
-                live = await asyncio.shield(self.copy)
-                self.num_left -= 1
-                if self.num_left or self.is_kept:
-                    live = await tree.fork(live)
-            except ToolUnavailable:
-                tree.run.counts.usage.num_failures += not self.is_failed
-                self.is_failed = True
-                raise
+        try:
+            live = await tree.fork(await asyncio.shield(self.copy))
+        except ToolUnavailable:
+            tree.run.counts.usage.num_failures += not self.is_failed
+            self.is_failed = True
+            raise
         return EnvironmentSession(tree, live, self.history)

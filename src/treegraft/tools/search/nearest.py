@@ -70,4 +70,3 @@ def search_exactly(
             # rows near the threshold is left to `score`.
             found.append(score(vectors, np.flatnonzero(rough >= threshold - _MARGIN), query, num))
     return found
-
