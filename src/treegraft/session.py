@@ -348,7 +348,7 @@ class Session:
         if config.warmup.traces != "expert":
             path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
             if "warmup" in buffer.readers:
-                if buffer.file is None or (buffer.is_due and not buffer.file.exists()):
+                if buffer.is_due and not buffer.file.exists():
                     return
                 path = buffer.file
             has_environment = bool(config.environment.kind)
@@ -429,7 +429,7 @@ class Session:
         if self.buffer is not None:
             await self._stack.enter_async_context(self.buffer.opened(state.update, parts))
             retriever = self.buffer.retriever
-            if self._book is None or self.buffer.origin == "self" or self.buffer.file is None:
+            if self._book is None or self.buffer.origin == "self":
                 # What later updates had added is gone only now.
                 self._book = lesson_book(config, self.buffer, parts)
         self._replay = Replay(config, self._replayed_folder(), state.update)

@@ -123,7 +123,7 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         "[1, 2]",
         json.dumps(good[0]),
         json.dumps(good[0] | {"answer": "other"}),
-        json.dumps({"question": "\x0crac?", "answer": "1", "prompt": [{"text": "\x08oxed"}]}),
+        json.dumps({"question": "\x0crac?", "answer": "1"}),
         json.dumps({"answer": "1"}),
         "",
         json.dumps(good[1]),
@@ -145,8 +145,6 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         "a.jsonl: 1 row without a question was left out",
         "a.jsonl: 1 row with a question and reference that occurred before was left out",
         "a.jsonl: 1 row with a question that occurred before but another reference was kept",
-        "a.jsonl: 1 row with control characters in the question was kept",
-        "a.jsonl: 1 row with control characters in the column 'prompt'",
         "a.jsonl: 1 row without a column that the settings name was left out",
     ):
         assert sentence in report
@@ -329,8 +327,6 @@ def test_the_papers_training_questions() -> None:
         "train_10k.parquet: 29 rows with a question and reference that occurred before were"
         " left out" in report
     )
-    kept = "valid.parquet: 180 rows with control characters in the column 'prompt' were kept"
-    assert kept in report
 
 
 @needs_data

@@ -568,8 +568,8 @@ def test_the_nearest_steps_are_tried_until_one_comes_true(made: type) -> None:
             if found is not None:
                 told.append((await found[1].call(ToolCall(*lock))).text)
         names = ("rehearsals", "graft_tries", "graft_calls", "untrue_grafts")
-        usage = {name: getattr(worlds.counts.grafts, f"num_{name}") for name in names}
-        usage["copies"] = worlds.counts.usage.num_forks + worlds.counts.usage.num_replays
+        usage = {name: getattr(worlds.counts, f"num_{name}") for name in names}
+        usage["copies"] = worlds.counts.num_forks + worlds.counts.num_replays
         return None if found is None else found[0], told, usage
 
     def counted(*numbers: int) -> dict[str, int]:

@@ -7,10 +7,9 @@ What would make every reward the same is found here, before any work.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
@@ -233,26 +232,11 @@ async def references(preflight: Preflight) -> list[Finding]:
     return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
 
 
-async def columns(preflight: Preflight) -> list[Finding]:
-    """Returns the columns that hold nothing in any of the tasks."""
-    rows = [task.columns for task in preflight.setup.train_tasks[:200]]
-    empty = [
-        name
-        for name in (rows[0] if rows else ())
-        if all(row.get(name) in (None, "", [], {}) for row in rows)
-    ]
-    note = "rewards that read it get nothing"
-    return [
-        Finding(f"column {name}", f"empty in {len(rows)} tasks", True, note, True) for name in empty
-    ]
-
-
 CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
     prompts,
     calls,
     lengths,
     references,
-    columns,
 ]
 """The checks in their order; a part of one's own may add to them."""
 
@@ -316,14 +300,4 @@ def _made_body(tool: Tool) -> str:
     signature = signature_of(tool)
     if signature.text_parameter is not None:
         return "1 + 1"
-    schema = signature.schema
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    made = {name: _made_value(properties.get(name, {})) for name in schema.get("required", ())}
-    return json.dumps(made)
-
-
-def _made_value(schema: Mapping[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kinds = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-    return kinds.get(schema.get("type", ""), "...")
+    return json.dumps(dict.fromkeys(signature.schema.get("required", ()), "..."))

@@ -147,15 +147,15 @@ class Defects:
             rows.append(row)
         self.examples.setdefault(kind, example)
 
-    def sentences(self, kept: tuple[str, ...] = ()) -> list[str]:
+    def sentences(self, kept: str = "") -> list[str]:
         """Returns one sentence per kind, such as "2 rows without a question were left out".
 
-        `kept` holds the beginnings of the kinds whose rows were used nevertheless.
+        Args:
+            kept: the kind whose rows were used nevertheless.
         """
         return [
             f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} {kind}"
-            f" {'was' if len(rows) == 1 else 'were'}"
-            f" {'kept' if kind.startswith(kept) else 'left out'}"
+            f" {'was' if len(rows) == 1 else 'were'} {'kept' if kind == kept else 'left out'}"
             for kind, rows in self.rows.items()
         ]
 

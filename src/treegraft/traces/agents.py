@@ -10,18 +10,30 @@ from typing import Protocol
 from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
-from treegraft.core.sessions import Session as Session
-from treegraft.core.sessions import SessionOpener as SessionOpener
+from treegraft.core.sessions import Session, SessionOpener
 from treegraft.core.types import Status, StepContent, Task, Tree
-from treegraft.rollout.formats.chat import ChatFormat as ChatFormat
-from treegraft.rollout.formats.chat import tool_schema as tool_schema
-from treegraft.rollout.formats.markup import Violation as Violation
-from treegraft.rollout.formats.tags import RESULT as RESULT
-from treegraft.rollout.formats.tags import TagsFormat as TagsFormat
-from treegraft.rollout.formats.template import THINK_CLOSING as THINK_CLOSING
-from treegraft.rollout.formats.template import THINK_OPENING as THINK_OPENING
+from treegraft.rollout.formats.chat import ChatFormat, tool_schema
+from treegraft.rollout.formats.markup import Violation
+from treegraft.rollout.formats.tags import RESULT, TagsFormat
+from treegraft.rollout.formats.template import THINK_CLOSING, THINK_OPENING
 from treegraft.rollout.loop import Grower
 from treegraft.tools.environments.rehearsal import rehearse_all
+
+__all__ = [
+    "RESULT",
+    "THINK_CLOSING",
+    "THINK_OPENING",
+    "Agent",
+    "Attempt",
+    "ChatFormat",
+    "CheckpointAgent",
+    "ScriptedAgent",
+    "Session",
+    "SessionOpener",
+    "TagsFormat",
+    "Violation",
+    "tool_schema",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
 from treegraft.tools.search.nearest import search_exactly
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Excluded, RowTable
-from treegraft.traces.store import COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
+from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -458,16 +458,17 @@ class TraceBuffer:
 
     # ------------------------------------------------------------------ files and threads
 
-    def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over whatever is at `path`. The marks of updates stay
-        behind: `roll_back` of the copy does not undo what another run has done."""
+    def copy_to(self, path: str | Path, update: int | None = None) -> None:
+        """Writes a copy, whole or not at all, over whatever is at `path`: as it was after `update`,
+        None for all of it. The marks of updates stay behind: `roll_back` of the copy does not undo
+        what another run has done."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         try:
             for leftover in target.parent.glob(f"{escape(partial.name)}*"):
                 leftover.unlink()
-            self._file.back_up(partial)
+            self._file.back_up(partial, update)
             os.replace(partial, target)
         finally:
             # On a full disk their room is needed.
@@ -478,14 +479,6 @@ class TraceBuffer:
         """Makes the file whole without another beside it, so that it can be renamed. Raises
         DataError: that failed, as on a full disk."""
         self._file.fold()
-
-    def in_memory(self, update: int | None = None) -> TraceBuffer:
-        """Returns a copy that lives in this process alone, as of `copy_to`; as it was after
-        `update`, None for all of it."""
-        copy = TraceBuffer(IN_MEMORY, self.load_encoder())
-        self._file.back_up_into(copy._file, update)
-        copy._catch_up(copy._table)
-        return copy
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,14 +1,18 @@
 """The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or a copy
-that is made or grown, in a run's folder or in memory."""
+that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
@@ -119,7 +123,7 @@ class RolloutBuffer:
     """The buffer that rollouts retrieve from; none if the recipe's explorers do not retrieve.
 
     One that is only read is opened where it lies. One that is made or grown is a copy: in `folder`,
-    where a resumed run rolls it back to its checkpoint, or in memory without a folder.
+    where a resumed run rolls it back to its checkpoint, or in a temporary one.
     """
 
     def __init__(
@@ -141,8 +145,10 @@ class RolloutBuffer:
             DataError: no such file, an empty buffer, another encoder, no expert.
             SettingError, ModelError: no such encoder, or one that cannot be loaded.
         """
-        self._config, self._source = config, source
-        self.folder, self._saved = folder, saved
+        self._config = config
+        self._source = source
+        self.folder = folder
+        self._saved = saved
         self._checksum = ""
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
@@ -169,35 +175,39 @@ class RolloutBuffer:
         return self.origin in ("expert", "import", "self")
 
     @property
-    def is_own(self) -> bool:
+    def _is_own(self) -> bool:
         """Whether it is written to: made here, or a copy that grows."""
         return self._is_made or self._config.buffer.grow.num_best > 0
 
     @property
-    def _own(self) -> Path | None:
-        """The place of the copy; None for memory."""
-        return None if self.folder is None else self.folder / OWN_FILE
+    def _own(self) -> Path:
+        """The place of the copy, in the run's folder or in a temporary one."""
+        return (self.folder or self._temporary) / OWN_FILE
+
+    @cached_property
+    def _temporary(self) -> Path:
+        """The folder of a session without one; it goes with this object."""
+        path = mkdtemp(prefix="treegraft-buffer-")
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        return Path(path)
 
     @property
-    def _has_own(self) -> bool:
-        return self._own is not None and self._own.exists()
-
-    @property
-    def file(self) -> Path | None:
-        """Where it lies: the copy, or the file that buffer.path names; of one that is made here,
-        not there before `build`, and None in memory."""
-        return self._own if self._has_own or self._is_made else named_file(self._config)
+    def file(self) -> Path:
+        """Where it lies: the copy, which is not there before `build`, or the file that buffer.path
+        names."""
+        has_own = self._is_made or (self._is_own and self._own.exists())
+        return self._own if has_own else named_file(self._config)
 
     @property
     def _is_to_make(self) -> bool:
         """Whether it has yet to be made."""
-        return self.is_due and self._is_made and not (self._has_own or self._saved)
+        return self.is_due and self._is_made and not (self._own.exists() or self._saved)
 
     # ------------------------------------------------------------------ checks before any work
 
     def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings = self._config.buffer
-        begun = self._own if self._has_own else self._saved
+        begun = self._own if self._own.exists() else self._saved
         if begun is not None:
             return self._encoder_of(begun, is_only_read)
         if self.origin in ("expert", "self"):
@@ -243,11 +253,13 @@ class RolloutBuffer:
 
         What later updates have added to a copy counts as undone.
         """
-        path = named_file(self._config) if self._own is None or not self._has_own else self._own
-        if not self._is_open or (self.is_own and not self._has_own) or not path.is_file():
+        if not self._is_open:
+            return {}
+        path = self._own if self._is_own else named_file(self._config)
+        if not path.is_file():
             return {}
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
-            return {BUFFER: buffer.checksum(update if self._has_own else None)}
+            return {BUFFER: buffer.checksum(update if self._is_own else None)}
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
         """Makes the expert's calls at the first tasks in their environments, where the buffer will
@@ -268,8 +280,8 @@ class RolloutBuffer:
     async def build(self, parts: TraceParts) -> None:
         """Makes the copy of the expert's steps or of a .jsonl file, if that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
-        if self._own is not None and self._encoder is not None and self._is_to_make:
-            await self._make_copy(self._own, parts)
+        if self._is_to_make:
+            await self._make(0, parts)
             with TraceBuffer(self._own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
 
@@ -301,13 +313,11 @@ class RolloutBuffer:
 
     async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
-        if not self.is_own:
+        if not self._is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
-        if self._own is None:
-            return await self._in_memory(parts, update)
         is_new = not self._own.exists()
         if is_new:
-            await self._make_copy(self._own, parts)
+            await self._make(update, parts)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
             # Later updates are run again, and add and evict the same traces again. A new copy may
@@ -315,31 +325,19 @@ class RolloutBuffer:
             buffer.roll_back(update)
         return buffer
 
-    async def _in_memory(self, parts: TraceParts, update: int = 0) -> TraceBuffer:
-        """A buffer in memory: a copy of a file, or one that is made."""
+    async def _make(self, update: int, parts: TraceParts) -> None:
+        """Makes the copy, complete under its name or not there at all."""
         if self._saved is not None:
             with FrozenBuffer(self._saved, self._encoder) as saved:
                 # A run that wrote the checkpoint may have gone on since.
-                return saved.in_memory(update)
-        if not self._is_made:
+                saved.copy_to(self._own, update)
+        elif not self._is_made:
             with TraceBuffer(named_file(self._config), self._encoder) as named:
-                return named.in_memory()
-        buffer = TraceBuffer(IN_MEMORY, self._encoder)
-        try:
-            await self._fill(buffer, parts)
-        except BaseException:
-            buffer.close()
-            raise
-        return buffer
-
-    async def _make_copy(self, place: Path, parts: TraceParts) -> None:
-        """Makes the run's buffer, complete under its name or not there at all."""
-        if self._is_made:
-            taken = await self._in_memory(parts)
+                named.copy_to(self._own)
         else:
-            taken = TraceBuffer(named_file(self._config), self._encoder)
-        with taken as buffer:
-            buffer.copy_to(place)
+            with TraceBuffer(IN_MEMORY, self._encoder) as made:
+                await self._fill(made, parts)
+                made.copy_to(self._own)
 
     async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories

@@ -297,21 +297,11 @@ class TraceFile:
             code="buffer-damaged",
         )
 
-    def back_up(self, path: Path) -> None:
-        """Copies the file without the marks of updates, also while others read and write it; the
-        copy is whole in one file. Raises DataError: it is not, as on a full disk."""
-        with self._translated_errors(), closing(sqlite3.connect(path)) as copy:
-            self._back_up(copy)
-            _fold(copy)
-
-    def back_up_into(self, other: TraceFile, update: int | None = None) -> None:
-        """Puts such a copy in the place of what another open buffer holds, as it was after
-        `update`; None for all of it."""
-        with other._lock:
-            self._back_up(other._connection, update)
-
-    def _back_up(self, copy: sqlite3.Connection, update: int | None = None) -> None:
-        with self._lock, self._translated_errors():
+    def back_up(self, path: Path, update: int | None = None) -> None:
+        """Copies the file as it was after `update` (None: as it is), without the marks of updates,
+        also while others read and write it; the copy is whole in one file. Raises DataError: it is
+        not, as on a full disk."""
+        with self._lock, self._translated_errors(), closing(sqlite3.connect(path)) as copy:
             self._connection.backup(copy)
             with copy:
                 if update is not None:
@@ -319,6 +309,7 @@ class TraceFile:
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
+            _fold(copy)
 
     def digest_traces(self, digest: Any, update: int) -> None:
         """Feeds the traces and vectors that were there after an update to a hash object."""

@@ -21,9 +21,17 @@ Calls = tuple[ToolCall, ...]
 
 
 @dataclass(slots=True)
-class GraftCounts:
-    """Counts since the metrics were last taken; the fields are metrics."""
+class Counts:
+    """What environments count between two reports; the fields are metrics."""
 
+    num_opened: int = 0
+    num_forks: int = 0
+    num_copies: int = 0
+    """Copies made, those that no branch took included: a matter of timing."""
+    num_replays: int = 0
+    num_replayed_calls: int = 0
+    num_mismatches: int = 0
+    num_failures: int = 0
     num_rehearsals: int = 0
     num_graft_tries: int = 0
     num_graft_calls: int = 0
@@ -120,7 +128,7 @@ async def enacted(
 async def first_true(
     candidates: Sequence[Sequence[str | StepContent]],
     names: Collection[str],
-    counts: GraftCounts,
+    counts: Counts,
     open_copy: Callable[[], Awaitable[Session]] | None,
 ) -> tuple[int, Session | None] | None:
     """Returns the number of the first candidate whose results come true, and the copy in which its
