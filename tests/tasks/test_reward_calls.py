@@ -113,23 +113,6 @@ def test_a_completion_is_all_that_the_agent_wrote(kind: str) -> None:
     assert decoded == "".join(SAID[kind])
 
 
-@KINDS
-def test_truncated_and_violating_trajectories_have_their_text(kind: str) -> None:
-    first, last = SAID[kind]
-    seen, path = seen_by(kind, [first, last], max_agent_steps=1)
-    assert path.status is Status.TRUNCATED
-    assert seen["completions"] == [first]
-    seen, path = seen_by(kind, [last], max_completion_tokens=5)
-    assert path.status is Status.TRUNCATED
-    assert len(seen["completion_ids"][0]) == 5
-    assert len(seen["completions"][0]) > 5 and last.startswith(seen["completions"][0])
-    wrong = "<answer>42</answer> more" if kind == "tags" else f"{first} more"
-    seen, path = seen_by(kind, [wrong])
-    assert path.status is Status.FORMAT_VIOLATION
-    # A stop text ends the sampling where it is closed.
-    assert wrong.startswith(seen["completions"][0]) and len(seen["completions"][0]) >= 19
-
-
 def test_grafted_steps_are_not_the_agents() -> None:
     seen, path = seen_by("tags", SAID["tags"])
     form, (root, first, last) = form_of("tags"), path.steps
@@ -328,7 +311,7 @@ def test_trls_own_accuracy_reward() -> None:
         ("builtins:len", "reward-signature"),
         ("builtins:max", "reward-signature"),
         ("os:getcwd", "reward-signature"),
-        ("os:sep", "reward-no-function"),
+        ("os:sep", "reward-signature"),
     ],
 )
 def test_what_cannot_be_called_is_refused(name: str, code: str) -> None:

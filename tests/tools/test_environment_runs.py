@@ -4,7 +4,6 @@ before it begins."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -194,29 +193,6 @@ def test_what_cannot_be_done_is_refused_before_the_run(
     with raises_code(code):
         run(tmp_path, "refused", **changes)
     assert not (tmp_path / "refused").exists() and KeyDoor.live == []
-
-
-def test_rows_of_a_file_begin_environments(tmp_path: Path) -> None:
-    """Two rows with different keys: taking e1 is right in one of them, and no reference is
-    needed."""
-    rows = [{"question": "e1 e2 ?", "key": "e1"}, {"question": "e2 e1 ?", "key": "e2"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = {
-        "train": [str(tmp_path / "rows.jsonl")],
-        "eval": [str(tmp_path / "rows.jsonl")],
-        "reference_column": "",
-    }
-    changes = {
-        "tasks": {"kind": "dataset", "num_train": 2, "num_eval": 2, "dataset": dataset},
-        "environment": {"kind": "tests.support.worlds:KeyDoor"},
-        "engine": {"kind": "tests.tools.test_environment_runs:make_taker"},
-        "explore": {"num_leaves": 2},
-    }
-    trees = read_trees(run(tmp_path, "rows", **changes, model={"path": str(word_model(tmp_path))}))
-    found = {tree.task.columns["key"]: [leaf.reward for leaf in tree.leaves] for tree in trees}
-    assert found == {"e1": [0.5, 0.5], "e2": [0.0, 0.0]}
-    assert not any(tree.task.reference or leaf.is_correct for tree in trees for leaf in tree.leaves)
-    assert KeyDoor.live == []
 
 
 def word_model(folder: Path) -> Path:

@@ -564,7 +564,6 @@ def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
     ("entry", "code"),
     [
         ("saerch", "unknown-name"),
-        ("search", "corpus-unnamed"),
         ("users_tools:lookpu", "import-name-missing"),
         ("users_tools:number", "tool-invalid"),
         ("users_tools:Needy", "tool-not-made"),

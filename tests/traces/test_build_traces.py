@@ -202,11 +202,6 @@ def test_failures_are_counted_by_reason_and_the_rest_is_kept(tmp_path: Path) -> 
     assert (report.num_kept, report.num_too_low, len(traces)) == (6, 6, 6)
 
 
-def test_a_minimum_reward_is_a_setting(tmp_path: Path) -> None:
-    report, _ = build(tmp_path / "b", Numbered({0}), num_samples=3, min_reward=-0.5)
-    assert (report.num_kept, report.num_too_low) == (18, 0)
-
-
 def test_an_agent_out_of_reach_ends_the_build_with_what_was_done(tmp_path: Path) -> None:
     tasks = world().train_tasks()
 

@@ -162,13 +162,6 @@ def test_any_tag_text_is_read_or_refused(parts: list[str]) -> None:
     assert all(len(one.calls) == 1 or one.answer is not None for one in steps)
 
 
-def test_many_unpaired_tags_take_no_time() -> None:
-    with pytest.raises(ValueError, match="neither"):
-        read_trajectory("<a>" * 200_000 + "<a></a><result>" * 20_000)
-    with pytest.raises(ValueError, match="neither"):
-        read_trajectory("<a>" * 20_000 + "</a>" + " " * 20_000 + "<b>" * 20_000)
-
-
 # Messages
 
 
@@ -356,13 +349,6 @@ def test_reward_task_and_source_of_rows(tmp_path: Path) -> None:
         4,
     )
     assert len({t.trajectory for t in traces}) == 4
-
-
-def test_importing_twice_adds_nothing(tmp_path: Path) -> None:
-    rows = [{"question": "q ?", "text": "<answer>1</answer>"}]
-    assert load(tmp_path, rows)[0].num_new == 1
-    report, traces = load(tmp_path, rows)
-    assert (report.num_new, report.num_duplicates, len(traces)) == (0, 1, 1)
 
 
 # Our own runs

@@ -13,9 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from glob import escape
 from itertools import groupby
 from pathlib import Path
@@ -78,15 +77,20 @@ class BufferStats:
 class TraceBuffer:
     """Traces on disk with their vectors in memory. One thread may write while others search."""
 
-    _opened: Callable[..., TraceFile] = TraceFile
-
-    def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        encoder: str | Encoder | None = "minilm",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
             path: its file; ":memory:" for a buffer of this process alone, gone once it is closed.
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
+            is_frozen: it is only read, without a file beside it.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -102,7 +106,7 @@ class TraceBuffer:
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
-        self._file = self._opened(self.path, create=encoder is not None)
+        self._file = TraceFile(self.path, create=encoder is not None, is_frozen=is_frozen)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)
@@ -146,16 +150,15 @@ class TraceBuffer:
                 raise ValueError(f"{dim} dimensions and a vector of {len(vector)} numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        # By name alone as long as ours is not loaded; `load_encoder` then compares vectors.
-        wanted, our_dim = (theirs if name is None else encoder_name(name)), dim
+        # By name alone; `load_encoder` compares vectors.
+        wanted = theirs if name is None else encoder_name(name)
         if self._encoder is not None:
-            wanted, our_dim = self._encoder.name, self._encoder.dim
-        if (wanted, our_dim) != (theirs, dim):
-            dims = f" ({our_dim} dimensions)" if our_dim != dim else ""
+            wanted = self._encoder.name
+        if wanted != theirs:
             raise DataError(
                 f"buffer '{self.path}' was built with the encoder '{theirs}' ({dim} dimensions),"
-                f" but '{wanted}'{dims} is asked for; take \"{theirs}\" (the setting"
-                " buffer.encoder, or --encoder), or build the buffer again",
+                f" but '{wanted}' is asked for; take \"{theirs}\" (the setting buffer.encoder), or"
+                " build the buffer again",
                 code="buffer-other-encoder",
             )
         return theirs, dim, vector
@@ -518,12 +521,6 @@ class TraceBuffer:
         # One call at a time: tokenizers keep the options of their last call.
         with self._encoding:
             return _encode(encoder, texts)
-
-
-class FrozenBuffer(TraceBuffer):
-    """A buffer that is only read, without a file beside it."""
-
-    _opened = staticmethod(partial(TraceFile, is_frozen=True))
 
 
 def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:

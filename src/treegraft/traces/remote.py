@@ -30,7 +30,7 @@ from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_jso
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, question_of
 from treegraft.traces.rollout_buffer import may_retrieve
 
@@ -261,7 +261,7 @@ class _OpenStates:
             return self._states[state]
 
     def _read(self, path: Path) -> TraceBuffer:
-        buffer = FrozenBuffer(path, self._encoder)
+        buffer = TraceBuffer(path, self._encoder, is_frozen=True)
         self._encoder = buffer.load_encoder()
         return buffer
 

@@ -27,7 +27,7 @@ from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_o
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
-from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import says_something, split_steps
@@ -242,8 +242,8 @@ class RolloutBuffer:
     def _encoder_of(self, path: Path, is_only_read: bool) -> Encoder | None:
         """The encoder of a buffer's file, which is checked; None where nothing is searched."""
         # What belongs to a checkpoint stays as it was written.
-        opened = FrozenBuffer if path == self._saved else TraceBuffer
-        with opened(path, self._config.buffer.encoder) as buffer:
+        is_saved = path == self._saved
+        with TraceBuffer(path, self._config.buffer.encoder, is_frozen=is_saved) as buffer:
             self._refuse_empty(buffer)
             return None if is_only_read else buffer.load_encoder()
 
@@ -328,7 +328,7 @@ class RolloutBuffer:
     async def _make(self, update: int, parts: TraceParts) -> None:
         """Makes the copy, complete under its name or not there at all."""
         if self._saved is not None:
-            with FrozenBuffer(self._saved, self._encoder) as saved:
+            with TraceBuffer(self._saved, self._encoder, is_frozen=True) as saved:
                 # A run that wrote the checkpoint may have gone on since.
                 saved.copy_to(self._own, update)
         elif not self._is_made:
