@@ -241,7 +241,7 @@ def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_pa
 
     with TraceBuffer(tmp_path / "whole", "hashing") as buffer:
         asyncio.run(work(buffer))
-        expected = buffer.fingerprint()
+        expected = buffer.checksum()
 
     async def stopped(buffer: TraceBuffer) -> None:
         under_way: asyncio.Task[BuildReport]
@@ -260,7 +260,7 @@ def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_pa
         # One more task may have been on its way into the file.
         assert len(buffer) == 2 * len({trace.task_id for trace in buffer}) in (4, 6)
         asyncio.run(work(buffer))
-        assert buffer.fingerprint() == expected
+        assert buffer.checksum() == expected
 
 
 def test_the_scripted_expert_fills_a_buffer(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Preflight:
         """
         if not self.tasks:
             return None
-        task, tokenizer = shown or self.tasks[0], self.setup.tokenizer
+        task = shown or self.tasks[0]
+        tokenizer = self.setup.tokenizer
 
         def text(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -85,13 +86,15 @@ class Preflight:
     @cached_property
     def is_closed(self) -> bool:
         """Whether the tokenizer knows the words of its tasks alone."""
-        tokenizer, text = self.setup.tokenizer, "zq7 know?"
+        tokenizer = self.setup.tokenizer
+        text = "zq7 know?"
         return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) != text)
 
     @cached_property
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
-        task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
+        task = self.tasks[0]
+        tools = list(self.setup.toolbox.tools.values())
         for step in solution(self.setup.source, task, 0) or ():
             if step.calls and step.observations:
                 return step
@@ -131,7 +134,8 @@ class Preflight:
 
 async def prompts(preflight: Preflight) -> list[Finding]:
     """Returns the lengths of prompts, and what they do not tell the agent."""
-    setup, form = preflight.setup, preflight.setup.config.format
+    setup = preflight.setup
+    form = preflight.setup.config.format
     made = [setup.format.prompt_ids(task) for task in preflight.tasks]
     longest = max(map(len, made))
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
@@ -155,8 +159,10 @@ async def prompts(preflight: Preflight) -> list[Finding]:
 def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Finding]:
     """The words of prompts that a closed vocabulary does not have: the model reads each of them as
     the same token."""
-    setup, task = preflight.setup, preflight.tasks[0]
-    tokenizer, unknown = setup.tokenizer, setup.tokenizer.unk_token_id
+    setup = preflight.setup
+    task = preflight.tasks[0]
+    tokenizer = setup.tokenizer
+    unknown = setup.tokenizer.unk_token_id
     num = sum(list(ids).count(unknown) for ids in made)
     if not (preflight.is_closed and num):
         return
@@ -197,7 +203,8 @@ async def lengths(preflight: Preflight) -> list[Finding]:
     wanted = max(answers, default=0)
     value = f"{limit} tokens; an answer takes {wanted}"
     value += f", a call with its result {num_call} or more" if call else ""
-    fits, fits_call = wanted <= limit, wanted + num_call <= limit
+    fits = wanted <= limit
+    fits_call = wanted + num_call <= limit
     note = "" if fits_call else "a call and an answer do not fit; raise it"
     note = note if fits else "not even the reference's answer fits; raise it"
     return [Finding("rollout.max_completion_tokens", value, fits, note, fits and not fits_call)]
@@ -205,7 +212,8 @@ async def lengths(preflight: Preflight) -> list[Finding]:
 
 async def calls(preflight: Preflight) -> list[Finding]:
     """Returns whether a call is read back as it was written."""
-    step, form = preflight._call, preflight.setup.format
+    step = preflight._call
+    form = preflight.setup.format
     if step is None:
         return []
     name = step.calls[0].name

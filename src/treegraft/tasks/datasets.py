@@ -142,7 +142,8 @@ class DatasetSource(OpenTasks):
         return 0 < self._training.num_usable <= len(self._training.last)
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
-        settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
+        settings = self._settings
+        scan = _Scan(last=deque(maxlen=num_last))
         for spec in dict.fromkeys(specs):  # a file named twice is read once
             defects = scan.defects.setdefault(spec, _FileDefects())
             num_before = scan.num_usable
@@ -211,7 +212,8 @@ class _Scan:
         turns = [one["content"] for one in task.messages if one["role"] not in SYSTEM_ROLES]
         question = " ".join(" ".join(turns or [task.question]).split())
         # Digests, since the texts of a large file would not fit in memory.
-        key, pair_key = _digest(question), _digest(question, *task.reference)
+        key = _digest(question)
+        pair_key = _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
         if not is_new:
             defects.add(_REPEATED, row)

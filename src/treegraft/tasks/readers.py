@@ -21,7 +21,8 @@ from treegraft.core.packages import require
 from treegraft.core.text import TAGS
 
 HUB = "hub:"
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 64
+"""So few, since a file of some kilobytes may hold a long text in every row."""
 _MAX_CELL = 10_000_000
 """Characters; the csv module's own limit is shorter than some questions with their context."""
 
@@ -169,7 +170,8 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
 def _read_csv(path: Path) -> Iterator[Row | BadRow]:
     """Rows below a line of column names; every value is a text."""
     csv.field_size_limit(_MAX_CELL)
-    number, columns = -1, list[str]()
+    number = -1
+    columns = list[str]()
     with _opened(path) as file:
         try:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")

@@ -163,7 +163,8 @@ class Called:
     async def with_each(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Returns what the function returned for each of `calls`, with the arguments that it names,
         or with all where it takes **kwargs."""
-        function, names = self._function, self._names
+        function = self._function
+        names = self._names
         if names is not None:
             calls = [{name: call[name] for name in names if name in call} for call in calls]
         if self.is_async:
@@ -206,8 +207,10 @@ class Arguments:
 
     def _of_one(self, number: int) -> dict[str, Any]:
         """verl's keywords for one trajectory."""
-        columns, turns = self._task.columns, self._trajectories[number].steps[1:]
-        reference, model = self._task.reference, columns.get("reward_model")
+        columns = self._task.columns
+        turns = self._trajectories[number].steps[1:]
+        reference = self._task.reference
+        model = columns.get("reward_model")
         truth = columns.get("ground_truth", reference[0] if len(reference) == 1 else [*reference])
         if isinstance(model, Mapping):
             truth = model.get("ground_truth", truth)

@@ -132,7 +132,8 @@ class FunctionTool:
         """Nothing to release."""
 
     def _add(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
-        name, place = parameter.name, f"{self._place}: parameter"
+        name = parameter.name
+        place = f"{self._place}: parameter"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise SettingError(
                 f"{place} '*{name}' cannot be filled; name each parameter.",

@@ -47,7 +47,8 @@ class OwnThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._num_users = name, 1
+        self._name = name
+        self._num_users = 1
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -53,7 +53,8 @@ class _Entry:
     """A tool of the box with its optional attributes and its usage."""
 
     def __init__(self, tool: Tool) -> None:
-        self.tool, self.name = tool, tool.name
+        self.tool = tool
+        self.name = tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
         self.deadline_s: float | None = getattr(tool, "deadline_s", None)
         self._usage = _Usage()

@@ -89,7 +89,8 @@ class ScriptedAgent:
         environments: where its calls are made; None where the tasks have no environment.
         """
         self.source = source
-        self._tasks, self._environments = tasks, environments
+        self._tasks = tasks
+        self._environments = environments
         self._seed = seed
 
     def steps(self, task: Task, sample: int) -> tuple[StepContent, ...] | None:
@@ -146,7 +147,8 @@ class CheckpointAgent:
         if sample >= len(tree.leaves):
             return Attempt(error="the tree has too few leaves")
         path = tree.trajectories()[sample]
-        contents, last = tuple(path.contents), path.steps[-1]
+        contents = tuple(path.contents)
+        last = path.steps[-1]
         if path.status is Status.COMPLETED:
             reward = path.leaf.environment_reward
             question = None if tree.task == task else tree.task.question

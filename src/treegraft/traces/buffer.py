@@ -99,7 +99,8 @@ class TraceBuffer:
         """
         self.path = Path(path).expanduser()
         # Two locks, so that a search need not wait for a chunk that is being committed.
-        self._writing, self._encoding = threading.RLock(), threading.Lock()
+        self._writing = threading.RLock()
+        self._encoding = threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
         if name is not None and not self.path.exists():
@@ -144,7 +145,8 @@ class TraceBuffer:
             self._file.add_meta({"encoder": ours.name, "dim": ours.dim, "probe": probe})
             meta = self._file.meta()  # another process may have been first
         try:
-            theirs, dim = str(meta["encoder"]), int(meta["dim"])
+            theirs = str(meta["encoder"])
+            dim = int(meta["dim"])
             vector = np.frombuffer(meta["probe"], "<f4")
             if len(vector) != dim:
                 raise ValueError(f"{dim} dimensions and a vector of {len(vector)} numbers")
@@ -438,15 +440,6 @@ class TraceBuffer:
             dim=self.dim,
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
         )
-
-    def fingerprint(self) -> str:
-        """Returns a checksum of encoder and contents; in whatever order they were added."""
-        digest = hashlib.blake2b(f"{self.encoder_name} {self.dim}".encode(), digest_size=16)
-        for (content_hash,) in self._file.query(
-            "SELECT hash FROM traces WHERE evicted_at IS NULL ORDER BY hash"
-        ):
-            digest.update(content_hash.encode())
-        return digest.hexdigest()
 
     def checksum(self, update: int | None = None) -> str:
         """Returns a checksum of all that a search depends on - traces in their order, vectors,

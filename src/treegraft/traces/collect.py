@@ -246,7 +246,8 @@ async def build_traces(
     max_concurrent = settings.max_concurrent or agent.max_concurrent
     gate = asyncio.Semaphore(max_concurrent)
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
-    began, loop = time.process_time(), asyncio.get_running_loop()
+    began = time.process_time()
+    loop = asyncio.get_running_loop()
     tasks = tasks[: settings.num_tasks]
     done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]

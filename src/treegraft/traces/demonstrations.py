@@ -99,7 +99,8 @@ def _best(
     found: Sequence[Stored], path: Path, settings: WarmupSettings, reasons: Counter[str]
 ) -> list[Stored]:
     """The trajectories with enough reward, and of each question the best of these."""
-    least, num_best = settings.min_reward, settings.num_best
+    least = settings.min_reward
+    num_best = settings.num_best
     if least is None and num_best is None:
         return list(found)
     rated: list[tuple[float, Stored]] = []

@@ -210,7 +210,8 @@ class TreeHost:
 
     async def _grower(self, order: Mapping[str, Any]) -> Grower:
         """The grower of one tree, whose counts are that tree's."""
-        parts, config = self._parts, self._parts.config
+        parts = self._parts
+        config = self._parts.config
         if order["explores"] and self._explorer is None:
             self._explorer = build_explorer(
                 config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty

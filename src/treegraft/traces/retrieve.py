@@ -62,8 +62,10 @@ class BufferRetriever:
         """Args: buffer: stays the caller's to close, after this. is_tried: steps are tried in an
         environment.
         """
-        self.buffer, self._settings = buffer, settings
-        self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
+        self.buffer = buffer
+        self._settings = settings
+        self._is_tried = is_tried
+        self._num_nearest = settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         # With overlap the thread of retrievals counts while an update's counts are taken.
         self._counts: Counter[str] = Counter()
@@ -120,8 +122,10 @@ class BufferRetriever:
 
     def _answer(self, batch: Sequence[Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
-        settings, buffer = self._settings, self.buffer
-        began, num_cut_before = time.monotonic(), buffer.num_keys_cut
+        settings = self._settings
+        buffer = self.buffer
+        began = time.monotonic()
+        num_cut_before = buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]

@@ -342,9 +342,11 @@ class RolloutBuffer:
     async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
-        seed, of = self._config.run.seed, self._config.buffer.build
+        seed = self._config.run.seed
+        of = self._config.buffer.build
         if self.origin == "import":
-            place, best = named_file(self._config), of.num_best
+            place = named_file(self._config)
+            best = of.num_best
             import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
         elif self.origin == "expert":
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)

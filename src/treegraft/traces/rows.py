@@ -51,7 +51,8 @@ class RowTable:
         tasks: Sequence[str],
     ) -> None:
         """Adds rows after the present ones, a column each."""
-        start, end = len(self.rows), len(self.rows) + len(ids)
+        start = len(self.rows)
+        end = len(self.rows) + len(ids)
         # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers
         # hold views of the old rows, which are never written to again.
         if end > len(self._reserved):

@@ -274,7 +274,8 @@ class TraceFile:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
         DataError unless there are `num`."""
         # Filled in parts: all blobs and their joint copy beside it would take three times the room.
-        vectors, filled = np.empty((num, dim), np.float32), 0
+        vectors = np.empty((num, dim), np.float32)
+        filled = 0
         with self._lock, self._translated_errors():
             selected = "SELECT vector FROM vectors WHERE id > ? AND id <= ?"
             selected += " AND typeof(vector) = 'blob' ORDER BY id"
@@ -431,7 +432,8 @@ def trace_from_row(row: Sequence[Any]) -> Trace:
     """Returns the trace whose `trace_row` this is. Raises ValueError, TypeError, KeyError: it is
     something else."""
     key, value, reward, source, task_id, position, terminal, trajectory, version = row
-    found, text = json.loads(value), json.loads(key)
+    found = json.loads(value)
+    text = json.loads(key)
     place = (source, task_id, position)
     about = (float(reward), *place, bool(terminal), trajectory, version)
     question = text_of(found.get("question", ""), "question") if isinstance(found, dict) else ""

@@ -94,7 +94,8 @@ class ClassEnvironments:
                 code="environment-without-reset",
             )
         self.name = name
-        self.made, self.options = maker or made, settings.options
+        self.made = maker or made
+        self.options = settings.options
         self.capability = capability_of(made, name, settings)
         has_get_reward, self.has_fork, self.has_close = (
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
@@ -152,7 +153,8 @@ class ClassEnvironment:
         is_over: bool = False,
         thread: OwnThread | None = None,
     ) -> None:
-        self._kind, self._object = kind, made
+        self._kind = kind
+        self._object = made
         self._rewards = rewards
         """Those that calls returned; None where calls that might have returned one did not."""
         self._is_over = is_over
@@ -166,7 +168,8 @@ class ClassEnvironment:
         `ToolUnavailable` for a column that the task does not have."""
         # Made in the thread too: some objects, such as a database connection, stay in one thread.
         self._object = await self._run_plain(lambda: self._kind.made(**self._kind.options))
-        method, row = self._object.reset, EnvironmentTool.reset_arguments(task)
+        method = self._object.reset
+        row = EnvironmentTool.reset_arguments(task)
         given = accepted(method, row)
         try:
             inspect.signature(method).bind(**given)
@@ -200,7 +203,8 @@ class ClassEnvironment:
                 self._rewards = self._rewards or None
             self._is_over = await self._run_plain(self._says_done)
         else:
-            result, self._is_over = outcome.observation, outcome.is_over
+            result = outcome.observation
+            self._is_over = outcome.is_over
             self._rewards = (*(self._rewards or ()), outcome.reward)
         return ended(as_text(result)) if self._is_over else result
 

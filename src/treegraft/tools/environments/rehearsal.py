@@ -104,7 +104,9 @@ async def enacted(
         Untrue: a result differs, or a call without one is an error.
         ToolUnavailable: the environment failed.
     """
-    steps, number, total = [], 0, sum(len(content.calls) for content in contents)
+    steps = []
+    number = 0
+    total = sum(len(content.calls) for content in contents)
     for content in contents:
         results = list(content.observations)
         for place, call in enumerate(content.calls):

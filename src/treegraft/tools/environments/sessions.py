@@ -48,7 +48,8 @@ class Environments:
     """The environments of a run: their kind, their limits, and their counts."""
 
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
-        self.kind, self.settings = kind, settings
+        self.kind = kind
+        self.settings = settings
         self._counts = Counts()
         self.left_behind = Background()
 
@@ -112,7 +113,9 @@ class TreeEnvironments:
     """The sessions of one tree, and every environment made for it."""
 
     def __init__(self, run: Environments, runner: Runner, task: Task) -> None:
-        self.run, self.kind, self.runner = run, run.kind, runner
+        self.run = run
+        self.kind = run.kind
+        self.runner = runner
         self.names = frozenset(tool.name for tool in run.kind.tools)
         self.task = task
         """The task of all calls; with the first observation once that is known."""
@@ -240,7 +243,9 @@ class EnvironmentSession:
     def __init__(
         self, tree: TreeEnvironments, live: LiveEnvironment, history: Sequence[_Action] = ()
     ) -> None:
-        self.tree, self.live, self.history = tree, live, tuple(history)
+        self.tree = tree
+        self.live = live
+        self.history = tuple(history)
         self._lock = asyncio.Lock()
         self._copies: list[asyncio.Task[LiveEnvironment]] = []
         self._points: list[_CopyPoint] = []
