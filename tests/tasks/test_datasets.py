@@ -311,35 +311,6 @@ def test_the_papers_training_questions() -> None:
     )
 
 
-@needs_data
-@pytest.mark.parametrize(
-    ("name", "num", "settings"),
-    [
-        ("aime24", 30, {"question_column": "problem"}),
-        ("aime25", 30, {"question_column": "problem"}),
-        ("math500", 500, {}),
-        ("gsm8k", 1319, {"reference_after": "####"}),
-        ("hotpotqa", 200, {}),
-        ("webwalker", 200, {}),
-        ("xbench", 100, {}),
-    ],
-)
-def test_the_benchmarks(name: str, num: int, settings: dict[str, str]) -> None:
-    source = DatasetSource(
-        DatasetSettings(eval=[str(DATA / "benchmarks" / f"{name}.jsonl")], **settings),
-        num_train=1,
-        num_eval=5000,
-    )
-    tasks = source.eval_tasks()
-    assert len(tasks) == num
-    assert all(
-        task.question.strip() and all(reference.strip() for reference in task.reference)
-        for task in tasks
-    )
-    with raises_code("train-files-unnamed"):
-        source.train_tasks()
-
-
 def test_columns_are_found_in_any_case_the_exact_name_first(tmp_path: Path) -> None:
     data = [{"Question": "q0", "Answer": "a0"}, {"question": "q1", "Question": "no", "answer": 1}]
     path = write(tmp_path / "a.jsonl", data)

@@ -195,36 +195,6 @@ def test_what_cannot_be_done_is_refused_before_the_run(
     assert not (tmp_path / "refused").exists() and KeyDoor.live == []
 
 
-def word_model(folder: Path) -> Path:
-    """A tiny model whose tokenizer knows the words of the rows."""
-    import transformers
-
-    from treegraft.policy.tiny import build_word_tokenizer
-
-    tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter") for slash in ("", "/")]
-    tokenizer = build_word_tokenizer(["e1", "e2", "?", "e5", *tags])
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 16,
-    }
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=96, **shape, **ends
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder / "model"
-
-
-def make_taker(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
-    """Takes e1, unlocks, and answers."""
-    plan = ["<take> e1 </take>", "<unlock> e5 </unlock>", "<answer> \\boxed{ e1 } </answer>"]
-    return ScriptedEngine(lambda path: plan[path.count("</result>")], tokenizer)
-
-
 def test_grafts_need_an_environment_that_can_be_tried() -> None:
     config = load_config(
         tiny(

@@ -500,22 +500,6 @@ def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> No
     assert counts(grower)["num_untrue_grafts"] == 1  # unlocking again would be move 4
 
 
-def test_a_graft_that_the_environment_contradicts_is_left_out() -> None:
-    """The door does not open without a key, so a step that says it did is not attached, and changes
-    nothing."""
-    explorer = HybridRollout(GraftSettings(num_hybrid=1, probability=1.0), num_leaves=1)
-    grower = make(
-        KeyDoor,
-        by_plan(*WAY_IN),
-        explorer,
-        num_leaves=1,
-        retriever=graft_of(("unlock", "w5", "w1 9")),
-    )
-    tree = grow(grower)
-    assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] and len(tree.steps) == 5
-    assert counts(grower)["num_untrue_grafts"] == 3
-
-
 @pytest.mark.parametrize("made", KINDS)
 def test_the_nearest_steps_are_tried_until_one_comes_true(made: type) -> None:
     """After one move: each candidate is tried in a copy of its own, unless a result that is known
@@ -789,12 +773,3 @@ def test_capabilities() -> None:
 def test_what_is_no_environment(kind: str, options: dict[str, Any], code: str) -> None:
     with raises_code(code):
         open_environments(EnvironmentSettings(kind=kind, options=options))
-
-
-def test_tools_are_shown_as_functions_are() -> None:
-    kind = environments(Counter).kind
-    assert [tool.name for tool in kind.tools] == ["add", "double"]
-    assert kind.tools[0].description == "Adds a number and what the die shows."
-    assert kind.tools[0].signature.schema["properties"]["number"]["type"] == "integer"  # type: ignore[attr-defined]
-    with raises_code("tool-outside-session"):
-        asyncio.run(kind.tools[0]("1", TASK))  # type: ignore[arg-type]

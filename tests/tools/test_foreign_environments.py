@@ -16,18 +16,14 @@ from tests.support.tiny import tiny
 
 from treegraft.assemble import Parts
 from treegraft.cli.doctor import examine
-from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import ToolError
 from treegraft.core.finding import Finding
 from treegraft.core.text import as_text
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import Demonstrations
-from treegraft.policy.tiny import build_word_tokenizer
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
@@ -516,33 +512,6 @@ def test_what_would_fail_later_is_named_before_the_run(
     with raises_code(code):
         walk(tmp_path, "refused", [changes.pop("explorers", "independent")], **changes)
     assert not (tmp_path / "refused").exists()
-
-
-def test_the_expert_is_asked_once_for_each_task() -> None:
-    asked = []
-
-    class Asked(Walks):
-        def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-            asked.append(task.id)
-            return super().expert(task, seed)
-
-    async def show(demonstrations: Sequence[Demonstration]) -> list[Demonstration]:
-        return [(task.asking("shown"), steps) for task, steps in demonstrations]
-
-    tools = kind_of(Corridor).tools
-    words = build_word_tokenizer(["go", "done", "1", "<step>", "</step>"])
-    form = TagsFormat(words, tools, require_think=False)
-    source, settings = Asked(seed=0, num_train=1, num_eval=1), WarmupSettings(batch_size=4)
-    for given in (show, None):
-        asked.clear()
-        shown = Demonstrations(source, form, settings, 0, given)
-        asked.clear()
-        for step in range(3):
-            asyncio.run(shown.prepare(step))
-            questions = {tree.task.question for tree in shown.batch(step)}
-            assert questions == {"shown" if given else "go ?"}
-        # Without an environment the check of the first task has asked for it already.
-        assert asked == [f"warmup/{n}" for n in range(0 if given else 1, 4)]
 
 
 def test_doctor_tries_the_environment(tmp_path: Path) -> None:

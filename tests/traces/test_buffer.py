@@ -28,7 +28,7 @@ from tests.support.killed_adds import CHUNK, endless
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Trace
 from treegraft.settings.explore import BufferSettings
 from treegraft.traces import buffer as buffer_module
-from treegraft.traces.buffer import SourceStats, TraceBuffer
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever
 
 CONTENT = StepContent(
@@ -380,29 +380,6 @@ def test_a_cut_buffer_equals_one_that_never_went_further(
 # ---------------------------------------------------------------------- numbers and copies
 
 
-def test_stats(tmp_path: Path) -> None:
-    with opened(tmp_path / "b") as buffer:
-        buffer.add([*steps(4), *steps(2, source="policy", policy_version=3, reward=0.5)])
-        buffer.add([trace(9, source="policy", policy_version=5, reward=0.0)])
-        stats = buffer.stats()
-        assert stats.sources == {
-            "expert": SourceStats(4, 1, 1.0),
-            "policy": SourceStats(3, 2, pytest.approx(1 / 3)),
-        }
-        assert (stats.num_traces, stats.num_trajectories, stats.num_terminal, stats.num_tasks) == (
-            7,
-            3,
-            2,
-            2,
-        )
-        assert stats.steps_per_trajectory == pytest.approx(7 / 3) and stats.policy_versions == (
-            3,
-            5,
-        )
-        assert (stats.encoder, stats.dim) == ("hashing", 512)
-        assert stats.num_bytes > 7 * 512 * 4
-
-
 def test_a_copy_is_a_buffer_of_its_own(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(0)])
@@ -644,13 +621,6 @@ def together(num: int, work: Callable[[int], object]) -> None:
         thread.join(60)
     if errors:
         raise errors[0]
-
-
-def test_several_may_make_one_file_at_the_same_moment(tmp_path: Path) -> None:
-    for attempt in range(5):
-        together(4, lambda number, attempt=attempt: opened(tmp_path / f"b{attempt}").close())  # type: ignore[misc]
-        with opened(tmp_path / f"b{attempt}") as buffer:
-            assert len(buffer) == 0
 
 
 def test_several_writers_add_each_trace_once_and_see_what_others_added(tmp_path: Path) -> None:

@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.policy.tiny import build_word_tokenizer
@@ -126,28 +123,6 @@ def test_a_trajectory_is_split_into_steps_under_what_stood_before() -> None:
     assert {
         (t.task_id, t.reward, t.source, t.trajectory, t.policy_version) for t in (first, second)
     } == {("t", 0.5, "s", "3", 7)}
-
-
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-
-
-@at_most(50)
-@given(texts, texts, texts, texts)
-def test_white_space_does_not_change_a_key(
-    question: str, thought: str, body: str, result: str
-) -> None:
-    def step(space: str) -> StepContent:
-        calls = (ToolCall("search", f"{space}{body}{space}"),)
-        return StepContent(
-            thought=space + thought, calls=calls, observations=(Observation(text=result + space),)
-        )
-
-    assert retrieval_key(question, [step("")]) == retrieval_key(f" {question}\n", [step(" \n")])
-    assert all(
-        line == " ".join(line.split()) != ""
-        for line in retrieval_key(question, [step(" ")]).split("\n")
-        if question.strip()
-    )
 
 
 def test_a_step_without_text_says_nothing() -> None:
@@ -273,17 +248,6 @@ def test_the_scripted_expert_fills_a_buffer(tmp_path: Path) -> None:
     by_task = [trace for trace in traces if trace.task_id == "search_world/train/1"]
     assert [trace.position for trace in by_task] == [0, 1, 2]
     assert by_task[1].key.startswith(by_task[0].key)
-
-
-def test_tasks_without_an_expert_are_failures(tmp_path: Path) -> None:
-    class Nobody(SearchWorld):
-        def expert(self, task: Task, seed: int) -> Any:
-            return None
-
-    agent = ScriptedAgent(Nobody(WORLD, seed=3, num_train=2, num_eval=1), seed=0)
-    report, traces = build(tmp_path / "b", agent, num_samples=2)
-    assert dict(report.failures) == {"there is no scripted expert for the task": 12}
-    assert traces == []
 
 
 def test_attempts_become_paths_of_one_tree() -> None:

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 from tests.support.viewed import as_lines
 
 from treegraft.core.types import (
@@ -133,33 +130,6 @@ def test_calls_and_results_in_unknown_tags_are_refused(text: str) -> None:
     """As a thought, they would teach the agent to write the words of a tool."""
     with pytest.raises(ValueError, match="expected a call in a tag of its own and its result in"):
         read_trajectory(f"<think>a</think>{text}<answer>1</answer>")
-
-
-@at_most(100)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "<a>",
-                "</a>",
-                "<result>",
-                "</result>",
-                "<think>",
-                "</think>",
-                "<answer>",
-                "</answer>",
-                "x ",
-            ]
-        )
-    )
-)
-def test_any_tag_text_is_read_or_refused(parts: list[str]) -> None:
-    try:
-        steps = read_trajectory("".join(parts))
-    except ValueError:
-        return
-    assert steps
-    assert all(len(one.calls) == 1 or one.answer is not None for one in steps)
 
 
 # Messages
