@@ -10,7 +10,6 @@ Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searche
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -444,13 +443,8 @@ class TraceBuffer:
     def checksum(self, update: int | None = None) -> str:
         """Returns a checksum of all that a search depends on - traces in their order, vectors,
         trajectories, evictions, encoder -, as it was after an update; None: as it is."""
-        now = (1 << 62) if update is None else update
-        traces = hashlib.blake2b(digest_size=16)
-        self._file.digest_traces(traces, now)
-        whole = hashlib.blake2b(traces.digest(), digest_size=16)
-        whole.update(f"{self.encoder_name} {self.dim}".encode())
-        self._file.digest_marks(whole, now)
-        return whole.hexdigest()
+        last = (1 << 62) if update is None else update
+        return self._file.checksum(f"{self.encoder_name} {self.dim}", last)
 
     # ------------------------------------------------------------------ files and threads
 

@@ -11,6 +11,7 @@ prunings  of a pruned buffer: each trajectory's steps with their likelihoods, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -312,29 +313,29 @@ class TraceFile:
                 copy.execute("UPDATE members SET added_at = NULL")
             _fold(copy)
 
-    def digest_traces(self, digest: Any, update: int) -> None:
-        """Feeds the traces and vectors that were there after an update to a hash object."""
-        columns = f"t.id, hash, {COLUMNS}, added_at, vector"
+    def checksum(self, head: str, update: int) -> str:
+        """Returns a checksum of `head` and of all that there was after an update: traces in their
+        order, vectors, trajectories, evictions."""
+        traces = hashlib.blake2b(digest_size=16)
+        whole = hashlib.blake2b(digest_size=16)
         with self._lock, self._translated_errors():
-            for row in self._connection.execute(
-                f"SELECT {columns} FROM traces t LEFT JOIN vectors v ON v.id = t.id"
+            for *row, vector in self._connection.execute(
+                f"SELECT t.id, hash, {COLUMNS}, added_at, vector FROM traces t"
+                " LEFT JOIN vectors v ON v.id = t.id"
                 " WHERE added_at IS NULL OR added_at <= ? ORDER BY t.id",
                 (update,),
             ):
-                digest.update(repr(row[:-1]).encode("utf-8", "surrogatepass"))
-                digest.update(row[-1] or b"")
-
-    def digest_marks(self, digest: Any, update: int) -> None:
-        """Feeds the evictions and the trajectories that there were after an update to a hash
-        object."""
-        with self._lock, self._translated_errors():
+                traces.update(repr(tuple(row)).encode("utf-8", "surrogatepass"))
+                traces.update(vector or b"")
+            whole.update(traces.digest() + head.encode())
             for sql in (
                 "SELECT id, evicted_at FROM traces WHERE evicted_at <= ? ORDER BY id",
                 "SELECT * FROM members WHERE added_at IS NULL OR added_at <= ? ORDER BY source,"
                 " task_id, trajectory, position, trace",
             ):
                 for row in self._connection.execute(sql, (update,)):
-                    digest.update(repr(row).encode("utf-8", "surrogatepass"))
+                    whole.update(repr(row).encode("utf-8", "surrogatepass"))
+        return whole.hexdigest()
 
     def fold(self) -> None:
         """Folds the write-ahead log into the file, which can then be renamed. Raises DataError:
