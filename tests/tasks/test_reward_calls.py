@@ -311,7 +311,7 @@ def test_an_argument_without_a_column_is_refused_with_the_columns() -> None:
     ("func", "code"),
     [
         ("builtins:eval", "reward-signature"),
-        ("tests.tasks.test_reward_calls:trl_accuracy", "reward-column-missing"),
+        ("tests.tasks.test_reward_calls:compute_score", "reward-column-missing"),
     ],
 )
 def test_a_run_that_could_not_be_scored_leaves_no_folder(

@@ -236,7 +236,7 @@ def test_messages_with_tags() -> None:
             [{"role": "user", "content": "q"}, {"role": "asistant", "content": "a"}],
             "the role 'asistant' .expected system, .*, tool, function; did you mean 'assistant'",
         ),
-        ([{"role": "user", "content": 7}], "content is 7, expected text"),
+        ([{"role": "user", "content": 7}], "something other than text"),
     ],
 )
 def test_conversations_that_are_no_trajectory_are_refused(messages: list[Any], reason: str) -> None:
