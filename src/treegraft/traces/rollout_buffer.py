@@ -175,7 +175,7 @@ class RolloutBuffer:
         return self.origin in ("expert", "import", "self")
 
     @property
-    def _is_own(self) -> bool:
+    def is_own(self) -> bool:
         """Whether it is written to: made here, or a copy that grows."""
         return self._is_made or self._config.buffer.grow.num_best > 0
 
@@ -195,7 +195,7 @@ class RolloutBuffer:
     def file(self) -> Path:
         """Where it lies: the copy, which is not there before `build`, or the file that buffer.path
         names."""
-        has_own = self._is_made or (self._is_own and self._own.exists())
+        has_own = self._is_made or (self.is_own and self._own.exists())
         return self._own if has_own else named_file(self._config)
 
     @property
@@ -255,11 +255,11 @@ class RolloutBuffer:
         """
         if not self._is_open:
             return {}
-        path = self._own if self._is_own else named_file(self._config)
+        path = self._own if self.is_own else named_file(self._config)
         if not path.is_file():
             return {}
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
-            return {BUFFER: buffer.checksum(update if self._is_own else None)}
+            return {BUFFER: buffer.checksum(update if self.is_own else None)}
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
         """Makes the expert's calls at the first tasks in their environments, where the buffer will
@@ -313,7 +313,7 @@ class RolloutBuffer:
 
     async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
-        if not self._is_own:
+        if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
         is_new = not self._own.exists()
         if is_new:
