@@ -134,7 +134,7 @@ class BufferPruning:
                 if choice.only_best:
                     wanted = _best(wanted)
                 head = {
-                    "buffer": buffer.fingerprint(),
+                    "buffer": buffer.checksum(),
                     "model": score.fingerprint,
                     "recipe": _recipe_checksum(config),
                     "margin": choice.margin,

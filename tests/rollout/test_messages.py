@@ -206,7 +206,7 @@ def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
         load(str(tmp_path)).train_tasks()
     wide = tmp_path / "wide.jsonl"
     wide.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-16")
-    with raises_code("data-utf16"):
+    with raises_code("no-usable-row"):
         load(str(wide)).train_tasks()
     marked = tmp_path / "marked.jsonl"
     marked.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-8-sig")

@@ -178,16 +178,16 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
         found = opened.stats()
-        fingerprint = opened.fingerprint()
+        checksum = opened.checksum()
     if as_json:
-        print(json.dumps(asdict(found) | {"fingerprint": fingerprint}))
+        print(json.dumps(asdict(found) | {"checksum": checksum}))
         return
     rows = {
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
         "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
-        "file": f"{found.num_bytes / 1e6:.1f} MB, fingerprint {fingerprint}",
+        "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
     }
     if found.policy_versions is not None:
         rows["policy versions"] = "{} to {}".format(*found.policy_versions)

@@ -71,6 +71,19 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    "buffer.sources": (
+        "Gone since 0.8: build or import a buffer of these agents alone"
+        " (buffer.build.source names an agent)."
+    ),
+    "environment.tools": (
+        "Gone since 0.8: a subclass of the environment's class has the methods that are tools, and"
+        " None in place of others."
+    ),
+    "tools.max_calls_per_s": (
+        "Gone since 0.8: tools.max_concurrent bounds the calls under way, and a refused call of a"
+        " remote tool is tried again (tools.num_retries)."
+    ),
+    "tools.replay": "Gone since 0.8: results in tools.cache_path are used wherever they are there.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
