@@ -390,6 +390,27 @@ def test_damage_in_the_middle_costs_one_update(tmp_path: Path) -> None:
             assert error.code in ("tree-unreadable", "trees-missing")
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_resume_sets_aside_what_it_cannot_read(tmp_path: Path, number: int) -> None:
+    """Trees below a damaged head are in no part, but nobody asked for their removal."""
+    data, parts = packed(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    (path,) = folder.trees_dir.iterdir()
+    head = parts[number].begin + 10
+    damaged = data[:head] + b"?" + data[head + 1 :]
+    for content in (damaged, damaged[: parts[number].end]):
+        path.write_bytes(content)
+        folder.cut_to(number, 0)
+        aside = path.with_name(f"{path.name}.damaged")
+        assert aside.read_bytes() == content
+        assert read_trees(folder.path) == [TREE] * number
+        assert path.exists() == (number > 0)
+        aside.unlink()
+    path.write_bytes(damaged)
+    drop_parts(folder.trees_dir, number)
+    assert path.read_bytes() == damaged[parts[number].begin :]
+
+
 def test_a_small_frame_of_a_huge_line_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

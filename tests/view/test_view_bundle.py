@@ -117,6 +117,14 @@ def test_updates_that_cannot_be_read_are_refused(home: Path, tmp_path: Path, upd
     assert list(tmp_path.iterdir()) == []
 
 
+def test_updates_that_match_no_trees_are_refused(home: Path, tmp_path: Path) -> None:
+    with raises_code("updates-without-trees"):
+        write_bundle(open_runs([home]), tmp_path / "copy", updates="40-50")
+    assert list(tmp_path.iterdir()) == []
+    made = write_bundle(open_runs([home / "first"]), tmp_path / "copy", updates="none")
+    assert made.updates == {"first": (0, 4)}
+
+
 def test_the_command(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "copy.zip"
     run = CliRunner().invoke(command_line, ["view", str(home), "--bundle", str(out)])

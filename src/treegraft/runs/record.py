@@ -14,7 +14,6 @@ then renamed, so that no reader finds half of one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -28,6 +27,7 @@ from typing import IO
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
+    free_name,
     leads_outside,
     open_own,
     parse_json,
@@ -76,12 +76,6 @@ def runs_beside(path: Path) -> str:
     newest = sorted(found, key=lambda name: -found[name])
     close = nearest(str(home / path.name), newest)
     return close or (f" There are {', '.join(newest[:5])}." if newest else "")
-
-
-def free_name(path: Path) -> Path:
-    """Returns a folder that is not there: `path`, or one with a number at its end."""
-    numbers = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], numbers) if not os.path.lexists(one))
 
 
 class RunFolder:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from treegraft.core.errors import DataError, EngineError, SettingError, StorageError
-from treegraft.core.files import storage_fault, write_atomically
+from treegraft.core.files import free_name, storage_fault, write_atomically
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop
@@ -25,7 +25,7 @@ from treegraft.runs.checkpoint import (
     prune_checkpoints,
 )
 from treegraft.runs.metrics import CALLS
-from treegraft.runs.record import RunFolder, free_name, read_metrics
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
 from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from treegraft.core.errors import DataError
 from treegraft.core.files import (
     append_whole,
     checksum,
+    free_name,
     leads_outside,
     open_inside,
     open_own,
@@ -311,26 +313,38 @@ def find_part(path: Path) -> TreePart | None:
 
 
 def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
-    """Removes what was written after an update, which is evaluated unless it is not closed."""
+    """Removes what was written after an update, which is evaluated unless it is not closed.
+
+    A file of which something that cannot be read would go is first copied to NAME.damaged.
+    """
     for path in files_in(folder):
         end = 0
+        num_read = 0
+        """Bytes of all parts behind `end`."""
         for part in parts_of(path):
             is_closed_part = is_closed or part.kind == "update"
+            num_read += part.size
             if part.update < update or (part.update == update and is_closed_part):
                 end = part.end
+                num_read = 0
+        size = path.stat().st_size
+        if num_read < size - end:
+            shutil.copyfile(path, free_name(path.with_name(f"{path.name}.damaged")))
         if not end:
             path.unlink()
-        elif end < path.stat().st_size:
+        elif end < size:
             with open_own(path, "ab") as file:
                 file.truncate(end)
 
 
 def drop_parts(folder: Path, update: int) -> None:
-    """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+    """Removes the trees of an update and of earlier ones; those of evaluations stay, and what
+    cannot be read behind the last of them."""
     for path in files_in(folder):
-        parts = [part for part in parts_of(path) if part.kind == "update"]
-        kept = [part for part in parts if part.update > update]
-        if parts and not kept:
-            path.unlink()
-        elif len(kept) < len(parts):
-            write_atomically(path, b"".join(part.data() for part in kept))
+        parts = [part for part in parts_of(path) if part.kind == "update" and part.update <= update]
+        if parts:
+            left = path.read_bytes()[parts[-1].end :]
+            if left:
+                write_atomically(path, left)
+            else:
+                path.unlink()

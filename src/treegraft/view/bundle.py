@@ -73,13 +73,22 @@ def write_bundle(
         buffer: a Step-Trace Buffer outside the run folders.
 
     Raises:
-        SettingError: `out` exists, or `updates` cannot be read.
+        SettingError: `out` exists, or `updates` cannot be read or matches none.
     """
     if out.exists():
         raise SettingError(
             f"--bundle {out}: it exists already; expected a name that is free", code="bundle-exists"
         )
     wanted = None if updates is None else _parse_updates(updates)
+    if updates is not None and updates.strip() != "none":
+        files = [file for run in dict(runs).values() for file in run.files()]
+        if files and not any(map(_parse_updates(updates), files)):
+            there = [file.update for file in files]
+            raise SettingError(
+                f"--updates {updates}: these runs have no trees of such an update; expected some"
+                f" of {min(there)} to {max(there)}, or all, or none",
+                code="updates-without-trees",
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Bundle(out)
     # Beside the target, so that it can be moved there as a whole.
