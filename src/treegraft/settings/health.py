@@ -36,8 +36,8 @@ class HealthSettings(Settings):
     `treegraft.runs.health`."""
 
     window: int = setting(3, ge=1)
-    """Updates that no_tool_calls, branch_unused, graft_unused and graft_untrue look back on. Before,
-    they are silent, but for branch_unused and graft_unused if there is no branch or graft at
+    """Updates that no_tool_calls, branch_unused, graft_unused and graft_untrue look back on;
+    they are silent before, but for branch_unused and graft_unused if there is no branch or graft at
     all."""
     symptoms_every: int = setting(5, ge=0)
     """Updates from one measurement of learn/success_logprob_change, learn/question_information and
