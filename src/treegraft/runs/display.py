@@ -200,7 +200,9 @@ class PlainDisplay:
 
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
-        self._bar.stop()
+        # Elsewhere rich would end with an empty line.
+        if self._bar.live.is_started:
+            self._bar.stop()
 
 
 class NoDisplay:
