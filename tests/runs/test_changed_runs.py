@@ -360,7 +360,7 @@ def test_law_16_tasks_do_not_change_unseen(kind: str, tmp_path: Path) -> None:
         return train(own, **more).run_dir
 
     folder = run(0, 1)
-    with raises_code("tasks-changed"):
+    with raises_code("inputs-changed"):
         run(1, 2, resume=folder)
     run(0, 2, resume=folder)
     run(1, 3, resume=folder, accepts_changes=True)

@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -105,7 +104,6 @@ class RunFolder:
         # Made aside, each process its own, and renamed: a killed process leaves no folder that
         # looks like a run, and of several that want one name only one can get it.
         partial = path.with_name(f".{secrets.token_hex(8)}.partial")
-        above = [one for one in path.parents if not one.exists()]
         try:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
@@ -118,9 +116,6 @@ class RunFolder:
             if os.path.lexists(path) and not is_named:
                 return cls.create(free_name(path), config_json, is_named=False)
             cls.refuse_unusable(path)
-            for one in above:
-                with suppress(OSError):
-                    one.rmdir()
             raise CheckpointError(
                 f"run folder '{path}' could not be made ({storage_fault(error) or error}); expected"
                 " a folder that can be written to and has room. Choose another run.dir.",
@@ -130,8 +125,7 @@ class RunFolder:
 
     @staticmethod
     def refuse_unusable(path: Path) -> None:
-        """Raises CheckpointError where no folder can be made at `path`, or something is there."""
-        fault = ""
+        """Raises CheckpointError if no folder can be made at `path`, or something is there."""
         if os.path.lexists(path):
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
@@ -139,17 +133,10 @@ class RunFolder:
                 code="run-exists",
             )
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
-        if not above.is_dir():
-            fault = f"'{above}' is not a folder"
-        elif not os.access(above, os.W_OK | os.X_OK):
-            fault = f"'{above}' cannot be written to"
-        else:
-            longest = os.pathconf(above, "PC_NAME_MAX")
-            if any(len(os.fsencode(part)) > longest for part in path.parts):
-                fault = f"a name in it has more than {longest} bytes"
-        if fault:
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise CheckpointError(
-                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name.",
+                f"run folder '{path}' cannot be made: '{above}' is not a folder that can be written"
+                " to. Choose another run.dir.",
                 code="run-not-made",
             )
 

@@ -28,7 +28,7 @@ from treegraft.runs.metrics import CALLS
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
-from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed
+from treegraft.runs.resume import Resumed, changes, folder_inputs, refuse_changed, resumed
 from treegraft.runs.tree_files import find_part
 from treegraft.runs.trust import remember
 from treegraft.settings.config import Config
@@ -47,8 +47,8 @@ class Trains(Protocol):
         """Returns the checksums of what it reads and a resume depends on, by name; `at_start`, as
         they were at the checkpoint."""
 
-    def input_places(self) -> Mapping[str, object]:
-        """Returns where it reads them from, for messages."""
+    def input_places(self) -> Mapping[str, str]:
+        """Returns what messages call them."""
 
     @property
     def update(self) -> int:
@@ -131,7 +131,8 @@ class Run:
     """The processes that run the training together."""
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
-    _notices: Sequence[str] = ()
+    notices: Sequence[str] = ()
+    """What the user is told when it begins, one sentence each."""
 
     def __post_init__(self) -> None:
         self.display, self.stop = self.recorder.display, Stop()
@@ -168,54 +169,41 @@ class Run:
         Raises:
             TreegraftError: bad input, see `runs.resume.resumed`; nothing has been written then.
         """
-        facts: dict[str, Any]
         if resume is not None:
             found = resumed(Path(resume), source, given, accepts_changes=accepts_changes)
-            config, folder = found.config, found.folder
-            facts = {
-                "path": folder.path,
-                "checkpoint": found.checkpoint,
-                "state": found.state,
-                "_notices": found.notices,
-            }
-        else:
-            config, folder = cls._settings(source, accepts_changes=accepts_changes), None
-            facts = {
-                "path": new_run_path(config, recipe, source),
-                "checkpoint": None,
-                "state": TrainState.fresh(),
-            }
-        try:
-            recorder = Recorder(config, display, callbacks)
-        except BaseException:
-            if folder is not None:
-                folder.release()
-            raise
-        return cls(
-            config=config,
-            folder=folder,
-            given=given,
-            command=command,
-            team=team or Alone(),
-            recorder=recorder,
-            accepts_changes=accepts_changes,
-            **facts,
-        )
-
-    @staticmethod
-    def _settings(source: Source | None, *, accepts_changes: bool) -> Config:
-        if accepts_changes:
+        elif accepts_changes:
             raise SettingError(
                 "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
                 code="nothing-resumed",
             )
-        if source is None:
+        elif source is None:
             raise SettingError(
                 "train: neither settings nor a run to resume were given; name a recipe or a run"
                 " folder.",
                 code="nothing-to-train",
             )
-        return with_choices(load_config(source))
+        else:
+            config = with_choices(load_config(source))
+            found = Resumed(config=config, state=TrainState.fresh())
+        folder = found.folder
+        try:
+            return cls(
+                config=found.config,
+                path=new_run_path(found.config, recipe, source) if folder is None else folder.path,
+                folder=folder,
+                checkpoint=found.checkpoint,
+                state=found.state,
+                given=given,
+                command=command,
+                recorder=Recorder(found.config, display, callbacks),
+                team=team or Alone(),
+                accepts_changes=accepts_changes,
+                notices=found.notices,
+            )
+        except BaseException:
+            if folder is not None:
+                folder.release()
+            raise
 
     # ------------------------------------------------------------------ begin and end
 
@@ -274,8 +262,9 @@ class Run:
         """
         self._session = session
         if self.checkpoint is not None and not self.accepts_changes:
-            inputs, places = session.inputs(at_start=True), session.input_places()
-            refuse_changed_inputs(self.path, self.state, self.checkpoint, inputs, places)
+            inputs = session.inputs(at_start=True)
+            changed = changes(self.state.beside, inputs, session.input_places())
+            refuse_changed(self.path, self.checkpoint, changed)
         folder = self._opened_folder()
         with ExitStack() as ends:
             ends.callback(folder.release)
@@ -284,7 +273,7 @@ class Run:
             )
             ends.enter_context(signals)
             try:
-                texts = [*self._notices, *warnings]
+                texts = [*self.notices, *warnings]
                 ends.enter_context(self.recorder.opened(folder, self._history(), texts))
             except BaseException:
                 self._give_up()
@@ -310,7 +299,6 @@ class Run:
             write_atomically(self.path / "config.json", config_json(self.config))
             remember(self.path / "config.json")
         self.folder = folder
-        self._of_folder = FolderInputs(folder.path)
         return folder
 
     def _history(self) -> list[dict[str, float]]:
@@ -388,16 +376,13 @@ class Run:
 
     def _already_finished(self) -> RunResult:
         assert self.checkpoint is not None
-        metrics, limits = latest_of(self._history()), reached_limits(self.config, self.state)
-        run, shares = self.config.run, self.config.run.spent(self.state.spent)
-        # Twice what was spent: the last update may have gone far beyond the limit.
-        most = {name: round(2 * getattr(run, name) * shares.get(name, 1)) for name in limits}
-        more = (f"run.{name}={num or 20}" for name, num in most.items())
+        limits = reached_limits(self.config, self.state)
+        more = (f"run.{name}={2 * getattr(self.config.run, name) or 20}" for name in limits)
         self.display.warn(
             f"run {self.path} is finished after update {self.state.update}. To train on:"
             f" treegraft train --resume {self.path} {' '.join(more)}"
         )
-        return self._finished(self.checkpoint, metrics)
+        return self._finished(self.checkpoint, latest_of(self._history()))
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
@@ -549,21 +534,13 @@ class Run:
         assert self.folder is not None
         metrics: dict[str, float] = {}
         self.recorder.written()
-        for kind, after in evaluation.passes.items():
+        for kind in evaluation.passes:
             part = find_part(self.folder.trees_path(0, kind))
             if part is not None and self.state.update > 0:
-                name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
                 try:
-                    before = [*part.trees()]
-                except DataError as error:
-                    self.display.warn(f"{error}: no {name}")
-                    continue
-                if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
-                    self.display.warn(
-                        f"{part.label} has other tasks than this evaluation: no {name}"
-                    )
-                    continue
-                metrics |= evaluation.gain(kind, before)
+                    metrics |= evaluation.gain(kind, [*part.trees()])
+                except (DataError, ValueError) as error:
+                    self.display.warn(f"{error}: the gain since the start is not known")
         return metrics
 
     # ------------------------------------------------------------------ checkpoints
@@ -598,7 +575,7 @@ class Run:
         self.folder.refuse_removed()
         # A resume cuts the metrics to this length.
         state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = self._of_folder.checksums(state, self._session.replayed())
+        beside = folder_inputs(self.path, state, self._session.replayed())
         beside |= self._session.inputs()
         self.state = replace(state, beside=beside)
         self._session.save(place, self.state)
