@@ -222,9 +222,8 @@ def test_the_command_estimates_cards_that_are_not_here(
         with raises_code("unknown-card"):
             examine(load_config(path), num_gpus=1, gpu=unknown)
     assert Place.planned(Config(), 1, "a100:40").limit == 40e9
-    for words, part in ((["--gpu", "H200"], "without --gpus"), (["--gpu-memory", "80"], "H100:80")):
-        done = CliRunner().invoke(cli.app, ["doctor", str(path), *words])
-        assert isinstance(done.exception, SettingError) and part in str(done.exception)
+    done = CliRunner().invoke(cli.app, ["doctor", str(path), "--gpu", "H200"])
+    assert isinstance(done.exception, SettingError) and "without --gpus" in str(done.exception)
 
 
 def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -50,7 +49,6 @@ def test_metrics_of_each_update_and_evaluations_are_read(result: RunResult) -> N
     assert [one["accuracy"] for one in result.evaluations] == accuracies
     assert [one["update"] for one in result.evaluations] == [0, 1, 2]
     assert not any("reward/mean" in one or "mean" in one for one in result.evaluations)
-    assert result.checkpoint == result.checkpoint_dir
 
 
 def test_trees_of_an_update(result: RunResult) -> None:
@@ -60,17 +58,6 @@ def test_trees_of_an_update(result: RunResult) -> None:
     assert result.trees() == result.trees(2)
     with raises_code("update-without-trees"):
         result.trees(7)
-
-
-def test_a_table_where_there_is_pandas_and_a_sentence_else(
-    result: RunResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pandas = pytest.importorskip("pandas", reason="an optional package")
-    frame = result.history.frame()
-    assert isinstance(frame, pandas.DataFrame) and list(frame["update"]) == [0, 1, 2]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with raises_code("package-missing"):
-        result.history.frame()
 
 
 def test_an_earlier_run_is_read_from_its_folder(result: RunResult, tmp_path: Path) -> None:

@@ -262,26 +262,21 @@ def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
     assert told == ["slow"]
 
 
-def test_branches_and_grafts_are_shown_where_the_recipe_asks_for_them() -> None:
-    asked = {"branch/unused_frac": 0.5, "branch/num_branches": 12.0}
-    asked |= {"graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
-    lines = []
-    for metrics in ({**METRICS, **asked}, {**METRICS, "branch/num_branches": 0.0}):
-        file = io.StringIO()
-        PlainDisplay(file).update(1, 2, metrics)
-        lines.append(file.getvalue())
-    assert "branches 12  grafts 0  time 2.0s" in lines[0]
-    assert "branches" not in lines[1] and "grafts" not in lines[1]
-
-
-class Letters:
-    """Token 7 is "a", 8 is "b"."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join("ab"[token - 7] for token in token_ids)
+def test_branches_and_grafts_are_shown_if_there_are_any() -> None:
+    file = io.StringIO()
+    PlainDisplay(file).update(
+        1, 2, {**METRICS, "branch/num_branches": 12.0, "graft/num_grafts": 0.0}
+    )
+    assert "branches 12  time 2.0s" in file.getvalue()
 
 
 def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
+    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
+
+    class Letters:
+        def decode(self, token_ids: list[int]) -> str:
+            return "".join("ab"[token - 7] for token in token_ids)
+
     tree = example_tree()
     (start, cut) = (tree.steps[0], policy_step("0.0", StepContent()))
     leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
@@ -355,11 +350,8 @@ def test_an_evaluation_on_one_line() -> None:
     }
     assert (
         evaluation_line(metrics)
-        == "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@2 50.0%,"
-        " pass@4 72.0%, gain +0.52 greedy (95 %: +0.47 to +0.57)"
-    )
-    assert evaluation_line(dict(reversed(metrics.items()))).startswith(
-        "accuracy 41.5% greedy (2_hops 23%, 1_hop 60%), 38.0% sampled"
+        == "accuracy 41.5% greedy, 38.0% sampled, pass@2 50.0%, pass@4 72.0%,"
+        " gain +0.52 greedy (95 %: +0.47 to +0.57)"
     )
     fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
     assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
@@ -368,9 +360,7 @@ def test_an_evaluation_on_one_line() -> None:
         "eval/accuracy_sampled_math": 0.5,
         "eval/failed_frac": 0.1,
     }
-    assert evaluation_line(sampled) == "accuracy 25.0% sampled (math 50%), failed 10.0%"
-    many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
-    assert evaluation_line(many).endswith("f 50%, 2 more)")
+    assert evaluation_line(sampled) == "accuracy 25.0% sampled, failed 10.0%"
 
 
 def test_a_name_of_a_run_cannot_steer_the_terminal() -> None:

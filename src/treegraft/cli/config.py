@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treegraft.cli.commands import AsJson, complete_recipe, complete_setting, refuse_idle
+from treegraft.cli.commands import AsJson, refuse_idle
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 
 if TYPE_CHECKING:
     from treegraft.settings.load import SettingRow
-
-
-def _complete(incomplete: str) -> list[str]:
-    """Recipes, tables and settings, for the shell."""
-    from treegraft.settings.config import tables_and_settings
-
-    tables = [name for name, entry in tables_and_settings().items() if entry.table is not None]
-    fitting = [name for name in tables if name.startswith(incomplete)]
-    return [*complete_recipe(incomplete), *fitting, *complete_setting(incomplete)]
 
 
 def show_config(
@@ -34,7 +25,6 @@ def show_config(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE] [TABLE | OVERRIDE]...",
-            autocompletion=_complete,
             help="A recipe, tables or settings to print, e.g. learn or eval.top_p, and settings to"
             " change, e.g. learn.lr=1e-5; or metrics, e.g. learn/entropy.",
         ),

@@ -40,13 +40,6 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
     "time": ("time/update_s", "{:.1f}s"),
 }
 """The numbers of an update that matter: heading, metric, how it is written."""
-_ONLY_WITH: Mapping[str, str] = {
-    "branches": "branch/unused_frac",
-    "grafts": "graft/unused_frac",
-}
-"""Metrics that only recipes with branches and grafts have: in others these numbers are always 0."""
-_MOST_CATEGORIES = 6
-"""More would push the other numbers of an evaluation off the screen."""
 _PHASE_EVERY_S = 10.0
 """Seconds between two lines of a phase, where there is no bar."""
 _SAMPLE_EVERY_S = 60.0
@@ -59,41 +52,24 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
     """Returns heading and value of each number that an update has."""
     found = []
     for name, (key, form) in _NUMBERS.items():
-        # Without a token to learn from there is no share of unique tokens.
-        is_absent = key not in metrics or (name == "unique" and not metrics[key])
-        if not is_absent and _ONLY_WITH.get(name, key) in metrics:
+        # Without a token to learn from there is no share of unique tokens, and a recipe without
+        # branches or grafts has none.
+        is_zero_absent = name in ("unique", "branches", "grafts")
+        if key in metrics and (metrics[key] or not is_zero_absent):
             found.append(f"{name} {form.format(metrics[key])}")
     return found
-
-
-def _categories(metrics: Mapping[str, float], name: str) -> str:
-    """Returns " (1_hop 60%, 2_hops 31%)", or an empty string without categories."""
-    start = f"eval/{name}_"
-    # "accuracy_sampled" begins like a category of "accuracy".
-    other = "eval/accuracy_sampled" if name == "accuracy" else "-"
-    parts = []
-    for key, value in metrics.items():
-        if key.startswith(start) and not key.startswith(other):
-            parts.append(f"{plain(key.removeprefix(start))} {value:.0%}")
-    if len(parts) > _MOST_CATEGORIES:
-        parts[_MOST_CATEGORIES:] = [f"{len(parts) - _MOST_CATEGORIES} more"]
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """Returns the evaluation among `metrics` on one line, in an order of its own.
 
-    "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@4 72.0%, gain +0.25 greedy
-    (95 %: +0.18 to +0.32)"
+    "accuracy 41.5% greedy, 38.0% sampled, pass@4 72.0%, gain +0.25 greedy (95 %: +0.18 to +0.32)"
     """
     parts = []
-    # Greedy accuracy is the main number; the sampled one takes its place if there is no other.
-    main = "accuracy" if "eval/accuracy" in metrics else "accuracy_sampled"
     for name, decoding in (("accuracy", "greedy"), ("accuracy_sampled", "sampled")):
         if f"eval/{name}" in metrics:
-            label = "accuracy " if name == main else ""
-            categories = _categories(metrics, name) if name == main else ""
-            parts.append(f"{label}{metrics[f'eval/{name}']:.1%} {decoding}{categories}")
+            label = "" if parts else "accuracy "
+            parts.append(f"{label}{metrics[f'eval/{name}']:.1%} {decoding}")
     prefix = "eval/pass_at_"
     for k in sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix)):
         parts.append(f"pass@{k} {metrics[f'{prefix}{k}']:.1%}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -36,6 +36,7 @@ from treegraft.settings.load import config_json, load_config
 from treegraft.settings.objects import Source
 from treegraft.settings.table import with_choices
 
+_BEST = "best"
 SPENT = (CALLS, ("rollout/num_sampled_tokens",))
 """What counts against the limits of [run]: executed calls, and tokens."""
 
@@ -229,11 +230,6 @@ class Run:
         return is_closed and self.is_over and self.checkpoint is not None
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the present update is evaluated, if that is due, and logged."""
-        return self.state.is_closed
-
-    @property
     def is_over(self) -> bool:
         """Whether no further update begins."""
         return bool(reached_limits(self.config, self.state))
@@ -299,6 +295,7 @@ class Run:
             write_atomically(self.path / "config.json", config_json(self.config))
             remember(self.path / "config.json")
         self.folder = folder
+        self._own = folder
         return folder
 
     def _history(self) -> list[dict[str, float]]:
@@ -372,7 +369,8 @@ class Run:
         self.save()
         self.team.share(None)
         self.recorder.finish()
-        return self._finished(self._place_of(self.state), self.recorder.latest)
+        place = self._own.checkpoints_dir / checkpoint_name(self.state)
+        return self._finished(place, self.recorder.latest)
 
     def _already_finished(self) -> RunResult:
         assert self.checkpoint is not None
@@ -428,10 +426,9 @@ class Run:
         return not self._has_warm_up_line()
 
     def _has_warm_up_line(self) -> bool:
-        assert self.folder is not None
-        if not self.folder.warmup_path.exists():
+        if not self._own.warmup_path.exists():
             return False
-        lines = read_metrics(self.path, self.folder.warmup_path.name)
+        lines = read_metrics(self.path, self._own.warmup_path.name)
         done = self.state.warmup_steps
         return any(line.get("warmup/num_steps", 0) == done for line in lines)
 
@@ -439,9 +436,8 @@ class Run:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
         if evaluation is None:  # there are no held-out tasks
             return
-        assert self.folder is not None
         self.display.evaluated(f"warm-up step {self.state.warmup_steps}", evaluation.metrics)
-        self.folder.append_warmup({**self.state.pending, **evaluation.metrics})
+        self._own.append_warmup({**self.state.pending, **evaluation.metrics})
 
     # ------------------------------------------------------------------ updates
 
@@ -479,7 +475,7 @@ class Run:
     def close(self, evaluation: Measured | None = None) -> None:
         """Logs the update with its evaluation (None for none), and keeps the best and the latest
         checkpoints; nothing if that is done."""
-        if not self.is_closed:
+        if not self.state.is_closed:
             self._close(evaluation)
         self.team.share(None)
         # A safe point: nothing is pending that a checkpoint would not hold.
@@ -501,7 +497,7 @@ class Run:
         # Closed before anything is saved: a resume from here must not evaluate and log it again.
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
-            self._write(self._write_best)
+            self._write(_BEST)
         if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
 
@@ -516,8 +512,7 @@ class Run:
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
         if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
-            assert self.folder is not None
-            self.folder.append_warmup({**self.state.pending, **metrics})
+            self._own.append_warmup({**self.state.pending, **metrics})
         if self.is_over:
             metrics |= self._gain_since_start(evaluation)
         self.display.evaluated(f"update {number}" if number else "start", metrics)
@@ -531,11 +526,10 @@ class Run:
 
     def _gain_since_start(self, evaluation: Measured) -> dict[str, float]:
         """How much better the end is than the start, where both were recorded."""
-        assert self.folder is not None
         metrics: dict[str, float] = {}
         self.recorder.written()
         for kind in evaluation.passes:
-            part = find_part(self.folder.trees_path(0, kind))
+            part = find_part(self._own.trees_path(0, kind))
             if part is not None and self.state.update > 0:
                 try:
                     metrics |= evaluation.gain(kind, [*part.trees()])
@@ -548,34 +542,18 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the present state, unless there is one."""
         if self.state != self._saved:
-            self._write(self._write_latest)
+            self._write(checkpoint_name(self.state))
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, name: str) -> None:
         self.recorder.written()
         with self.stop.shielded(), span("checkpoint"):
-            write()
-
-    def _place_of(self, state: TrainState) -> Path:
-        assert self.folder is not None
-        return self.folder.checkpoints_dir / checkpoint_name(state)
-
-    def _write_latest(self) -> None:
-        assert self.folder is not None
-        self._write_to(self._place_of(self.state))
-        # Metrics' size was set meanwhile.
-        self._saved = self.state
-        prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
-
-    def _write_best(self) -> None:
-        assert self.folder is not None
-        self._write_to(self.folder.checkpoints_dir / "best")
-
-    def _write_to(self, place: Path) -> None:
-        assert self.folder is not None
-        self.folder.refuse_removed()
-        # A resume cuts the metrics to this length.
-        state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = folder_inputs(self.path, state, self._session.replayed())
-        beside |= self._session.inputs()
-        self.state = replace(state, beside=beside)
-        self._session.save(place, self.state)
+            self._own.refuse_removed()
+            # A resume cuts the metrics to this length.
+            state = replace(self.state, metrics_size=self._own.metrics_size())
+            beside = folder_inputs(self.path, state, self._session.replayed())
+            beside |= self._session.inputs()
+            self.state = replace(state, beside=beside)
+            self._session.save(self._own.checkpoints_dir / name, self.state)
+            if name != _BEST:
+                self._saved = self.state
+                prune_checkpoints(self._own.checkpoints_dir, self.config.checkpoint.keep)

@@ -17,11 +17,6 @@ from treegraft import DataError, SettingError, Trace, TraceBuffer, load_config
 from treegraft.extras.lab.pruning.work import BufferPruning, PruneChoice, PruneReport
 from treegraft.parts import commands, interrupt, judging, plain
 
-PRUNED_BEFORE = {
-    "--in": "treegraft buffer prune RECIPE {} OUT",
-    "--out": "treegraft buffer prune RECIPE BUFFER {}",
-}
-"""Options of 0.7, with what is written in place of each."""
 prune_app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -29,7 +24,7 @@ prune_app = typer.Typer(
 )
 
 
-@prune_app.command(cls=commands.command_without(PRUNED_BEFORE))
+@prune_app.command()
 def prune(
     recipe: commands.BufferRecipe,
     source: Annotated[Path, typer.Argument(metavar="BUFFER", help="The buffer to prune.")],
