@@ -317,17 +317,6 @@ def test_config_prints_defaults_and_chosen_settings(
     assert "Did you mean 'learn'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["demo", "smollm2_search", "toolstar"])
-def test_config_prints_a_recipe_that_loads_back_equal(
-    treegraft: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    odd = 'format.system_prompt="a \\"b\\" \\u007f\\n[c]"'
-    assert treegraft("config", name, odd, "--toml") == 0
-    written = tmp_path / "whole.toml"
-    written.write_text(capsys.readouterr().out, encoding="utf-8")
-    assert load_config(written) == load_config(name, [odd])
-
-
 def test_compare_shows_runs_side_by_side(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

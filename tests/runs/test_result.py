@@ -170,21 +170,6 @@ def test_the_viewer_is_served_until_it_is_closed(
         httpx.get(viewer.url)
 
 
-def test_a_notebook_may_frame_the_viewer(result: RunResult) -> None:
-    from starlette.testclient import TestClient
-
-    from treegraft.view.runs import open_runs
-    from treegraft.view.server import build_app
-
-    app = build_app(open_runs([result.run_dir]), is_framed=True)
-    policy = (
-        TestClient(app, base_url="http://127.0.0.1").get("/").headers["content-security-policy"]
-    )
-    # Pages of this machine, and no others.
-    assert "frame-ancestors 'self' http://localhost:* http://127.0.0.1:*;" in policy
-    assert policy.count("frame-ancestors") == 1 and "script-src 'self'" in policy
-
-
 def test_an_agent_knows_the_objects_of_its_run(tmp_path: Path) -> None:
     def brief(completions: list[str], **_: Any) -> list[float]:
         return [1 / (1 + len(one)) for one in completions]

@@ -65,7 +65,7 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
 
     "accuracy 41.5% greedy, 38.0% sampled, pass@4 72.0%, gain +0.25 greedy (95 %: +0.18 to +0.32)"
     """
-    parts = []
+    parts: list[str] = []
     for name, decoding in (("accuracy", "greedy"), ("accuracy_sampled", "sampled")):
         if f"eval/{name}" in metrics:
             label = "" if parts else "accuracy "
