@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
@@ -108,16 +109,6 @@ def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
     return checked
 
 
-class _FunctionTracker:
-    """A function of an update's number and metrics as a tracker."""
-
-    def __init__(self, function: Callable[[int, Mapping[str, float]], Any]) -> None:
-        self.log = function
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
     """Returns makers of trackers, by name, for callbacks: functions, or objects with some of a
     tracker's methods.
@@ -135,16 +126,12 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
                 code="callback-invalid",
             )
-        tracker = callback if has_methods else _FunctionTracker(callback)
+        tracker = callback if has_methods else SimpleNamespace(log=callback)
         name = f"callback {getattr(callback, '__name__', type(callback).__name__)}"
         if name in makers:
             name = f"{name} {number}"
-        makers[name] = partial(_same, tracker)
+        makers[name] = lambda _, tracker=tracker: tracker
     return makers
-
-
-def _same(tracker: Any, run_dir: Path) -> Any:
-    return tracker
 
 
 # --- the trackers of a run ------------------------------------------------------------------------
