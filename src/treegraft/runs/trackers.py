@@ -130,8 +130,12 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
         name = f"callback {getattr(callback, '__name__', type(callback).__name__)}"
         if name in makers:
             name = f"{name} {number}"
-        makers[name] = lambda _, tracker=tracker: tracker
+        makers[name] = partial(_given, tracker)
     return makers
+
+
+def _given(tracker: Any, run_dir: Path) -> Any:
+    return tracker
 
 
 # --- the trackers of a run ------------------------------------------------------------------------
