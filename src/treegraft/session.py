@@ -951,10 +951,13 @@ class Session:
         return found
 
     def input_places(self) -> dict[str, str]:
-        """Returns where the session reads them from, for messages."""
-        found = {} if self._imitated is None else {"demonstrations": f" in '{self._imitated[0]}'"}
+        """Returns what messages call them."""
+        found = {"tasks": "the set of tasks"}
+        if self._imitated is not None:
+            found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:
-            found["buffer"] = str(self.buffer.file)
+            file = self.buffer.file
+            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces, vectors or evictions)"
         return found
 
     def replayed(self) -> Sequence[str]:

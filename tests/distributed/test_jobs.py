@@ -268,7 +268,7 @@ def test_ranks_learn_a_given_model_by_a_given_objective(
     assert [calls for calls, _ in (alone, *both)] == [True, True, True]
     assert [norm for _, norm in both] == pytest.approx([alone[1]] * 2, rel=1e-5)
     one, two = (
-        AutoModelForCausalLM.from_pretrained(RunResult.read(tmp_path / place / "a").checkpoint)
+        AutoModelForCausalLM.from_pretrained(RunResult.read(tmp_path / place / "a").checkpoint_dir)
         for place in ("one", "two")
     )
     for name, weights in two.state_dict().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
+_WARNING = "Gone since 0.8; the viewer draws the metric that it looked at (docs/warnings.md)."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
 _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
@@ -84,6 +85,17 @@ REMOVED: dict[str, str] = {
         " remote tool is tried again (tools.num_retries)."
     ),
     "tools.replay": "Gone since 0.8: results in tools.cache_path are used wherever they are there.",
+    **{
+        f"health.{name}": _WARNING
+        for name in (
+            "success_falling",
+            "question_ignored",
+            "answer_not_found",
+            "policy_still",
+            "one_sign",
+            "tool_failing",
+        )
+    },
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
