@@ -36,7 +36,7 @@ from treegraft.policy.learn.flex import (
     proven_flex,
     tree_block_mask,
 )
-from treegraft.policy.learn.pack import Node, TreeBatch, columns_of, pack_trees
+from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of, pack_trees
 from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
 
@@ -187,11 +187,11 @@ def test_a_cap_of_scores_can_be_compiled() -> None:
         assert proven_flex(shape, torch.float32, CPU, 401).problem == ""
 
 
-def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(
+def test_a_path_too_long_for_a_mask_is_refused_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shapes alone: the refusal comes before anything is computed."""
-    tree = probe_tree(4097)
+    tree = PackedTree(0, 4097, (Node(0, 4097, 4097),))
     monkeypatch.setattr(attention, "proven_flex", lambda *_: Proof(None, "FlexAttention failed"))
     columns = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -4,7 +4,6 @@ adapters."""
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from pathlib import Path
 
@@ -312,11 +311,9 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_learning_does_not_depend_on_torchs_default_type(
-    has_kernels: bool, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    has_kernels: bool, default: torch.dtype
 ) -> None:
-    """By kernels, and by flash attention on torch's operators."""
-    limited = functools.partial(scores.PackedPlan, dense_limit=0)
-    monkeypatch.setattr(scores, "PackedPlan", limited)
+    """By kernels, and by torch's operators."""
     models = [build_model("llama") for _ in range(2)]
 
     def learned(model: torch.nn.Module) -> tuple[list[Tree], dict[str, torch.Tensor]]:

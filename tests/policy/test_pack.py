@@ -14,6 +14,7 @@ from tests.support.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Status, Tree
+from treegraft.policy.learn.dense import tree_mask
 from treegraft.policy.learn.pack import (
     Node,
     num_imitated_tokens,
@@ -22,7 +23,6 @@ from treegraft.policy.learn.pack import (
     plan_packs,
     split_tree,
 )
-from treegraft.policy.learn.tree_attention import tree_mask
 
 QUICK = at_most(60)
 

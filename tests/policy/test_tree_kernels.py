@@ -199,9 +199,7 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) ->
             0, query, key, value, AttentionOptions(0.3, window, None, None)
         )
 
-    everything, less = (
-        attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1)
-    )
+    everything, less = (attend(window, compile_kernels=False) for window in (None, longest - 1))
     assert not torch.allclose(everything, less)
     found = attention.tree_kernels
     monkeypatch.setattr(attention, "tree_kernels", lambda *args: asked.append(1) or found(*args))
@@ -286,9 +284,7 @@ def test_values_of_another_width_or_type_take_torchs_operators() -> None:
     count = len(batch.token_ids)
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
     options = AttentionOptions(0.3, None, None, None)
-    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(
-        0, query, key, value, options
-    )
+    expected = PackedPlan(batch, compile_kernels=False).attend(0, query, key, value, options)
     narrow = PackedPlan(batch).attend(0, query, key, value[..., :6], options)
     torch.testing.assert_close(narrow, expected[..., :6])
     assert PackedPlan(batch)._kernels(query, key, value.bfloat16(), options) is None

@@ -246,8 +246,7 @@ def make_learner(
 
 WAYS: dict[str, dict[str, Any]] = {
     "kernels": {},
-    "dense": {"compile_kernels": False, "dense_limit": 1024},
-    "flash": {"compile_kernels": False, "dense_limit": 0},
+    "gathered": {"compile_kernels": False},
     "flex": {"flex": flex_attention},
 }
 """Ways of attending over a tree."""
