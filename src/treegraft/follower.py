@@ -73,7 +73,6 @@ class FollowedSession:
         spent = self._ranks.share()
         own, lessons = self._ranks.share_trees(), self._ranks.share_trees()
         self.learner.learn(own, lessons, spent)
-        follow(self.learner, self._ranks)
         return Trees()
 
     def sync_weights(self, version: int) -> None:

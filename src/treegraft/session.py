@@ -30,7 +30,6 @@ from treegraft.core.interfaces import (
     Display,
     Engine,
     LearnerLike,
-    LogprobScorer,
     Retriever,
     Tokenizer,
     WeightSource,
@@ -773,19 +772,8 @@ class Session:
             kept, self._learned = self.learner.learn(mixed, chosen, budget_used)
             own = own.changed(self._replay.take_fresh(update, kept))
         self._last = own
-        every = self.config.health.symptoms_every
-        with self.clock("symptoms"), measuring(self.learner, self._within.team) as scorer:
-            if every > 0 and update % every == 0:
-                self._diagnose(own, scorer)
         self.remember(own.sampled, update)
         return own
-
-    def _diagnose(self, trees: Sequence[Tree], scorer: LogprobScorer) -> None:
-        from treegraft.policy.learn.symptoms import symptoms
-
-        has_own = self.config.loss.old_logprobs == "learner"
-        tools = self.parts.toolbox.tools
-        self._learned |= symptoms(scorer, trees, self.parts.format, tools, has_own_scores=has_own)
 
     def lessons(self, trees: Sequence[Tree], update: int) -> list[Tree]:
         """Returns the stored successes that `Learner.learn` imitates beside the trees of an update,

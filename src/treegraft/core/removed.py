@@ -14,6 +14,7 @@ _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
 )
+_SYMPTOMS = "Gone since 0.8; health.violated and health.entropy_collapse warn of a collapse."
 
 
 def _world(name: str, called: str) -> dict[str, str]:
@@ -60,6 +61,9 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    "health.symptoms_every": _SYMPTOMS,
+    "health.success_falling": _SYMPTOMS,
+    "health.question_ignored": _SYMPTOMS,
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),

@@ -25,21 +25,12 @@ Findings = Mapping[str, float]
 """The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
-_OPENINGS: Mapping[str, str] = {"calls": "learn/open_call_prob", "all": "learn/open_prob"}
-
-
 class History:
     """The part of earlier lines that rules compare with: bounded, and a function of the lines."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.first_entropy: float | None = None
-        self.information: list[float] = []
-        """The first measurement of learn/question_information and the latest."""
-        self.openings: dict[str, list[float]] = {}
-        """By what is opened: the first measurement of its learn/open_* and the latest."""
-        self.changes: deque[float] = deque(maxlen=window)
-        """The latest measurements of learn/success_logprob_change."""
         self.tools: dict[str, tuple[float, float, int]] = {}
         """Calls, failed calls and updates with a call, by tool, before the latest line."""
         self.recent: deque[MetricsLine] = deque(maxlen=window)
@@ -49,13 +40,6 @@ class History:
         """Adds the line before the rules look at it."""
         if self.first_entropy is None:
             self.first_entropy = number(line, "learn/entropy")
-        if (information := number(line, "learn/question_information")) is not None:
-            self.information = [*self.information[:1], information]
-        for name, key in _OPENINGS.items():
-            if (prob := number(line, key)) is not None:
-                self.openings[name] = [*self.openings.get(name, ())[:1], prob]
-        if (change := number(line, "learn/success_logprob_change")) is not None:
-            self.changes.append(change)
         # The line of an evaluation before the first update holds no trajectories to judge.
         if "rollout/num_trajectories" in line:
             self.recent.append(line)
@@ -93,9 +77,6 @@ def tools_of(line: MetricsLine) -> dict[str, tuple[float, float]]:
 
 # ---------------------------------------------------------------------- conditions
 
-_LEAST_INFORMATION = 0.3
-"""Of learn/question_information: with less, as where a first step is one of a few moves, a few
-questions measure little but noise."""
 _HIGH_REWARD = 0.9
 """Mean reward from which no correct held-out task at all is a contradiction."""
 Check = Callable[[History, MetricsLine, float], Findings]
@@ -144,31 +125,6 @@ def _entropy_collapse(history: History, line: MetricsLine, limit: float) -> Find
     if now is None or not first or number(line, "learn/num_contributions") == 0:
         return {}
     return _whole(now / first, lambda value: value <= limit)
-
-
-def _success_falling(history: History, line: MetricsLine, limit: float) -> Findings:
-    # Measured in some updates alone; in between the latest measurement stands.
-    is_known = "learn/grad_norm" in line and len(history.changes) == history.window
-    fall = -sum(history.changes) / history.window if is_known else None
-    return _whole(fall, lambda value: value >= limit)
-
-
-def _question_ignored(history: History, line: MetricsLine, limit: float) -> Findings:
-    if "learn/grad_norm" not in line or len(history.information) < 2:
-        return {}
-    first, now = history.information
-    # Where first steps are the same for all questions from the beginning, as with one plan for all,
-    # there is nothing to lose.
-    share = now / first if first >= _LEAST_INFORMATION else None
-    return _whole(share, lambda value: value <= limit)
-
-
-def _openings_falling(history: History, line: MetricsLine, limit: float) -> Findings:
-    if "learn/grad_norm" not in line:
-        return {}
-    pairs = {name: kept for name, kept in history.openings.items() if len(kept) == 2 and kept[0]}
-    shares = {name: now / first for name, (first, now) in pairs.items()}
-    return {name: share for name, share in shares.items() if share <= limit}
 
 
 def _answer_not_found(history: History, line: MetricsLine, limit: float) -> Findings:
@@ -274,9 +230,6 @@ _CHECKS: Mapping[str, Check] = {
     "no_tool_calls": _no_tool_calls,
     "no_variance": _from("learn/skipped_groups_frac"),
     "entropy_collapse": _entropy_collapse,
-    "success_falling": _success_falling,
-    "question_ignored": _question_ignored,
-    "openings_falling": _openings_falling,
     "answer_not_found": _answer_not_found,
     "policy_still": _policy_still,
     "truncated": _from("rollout/truncated_frac"),

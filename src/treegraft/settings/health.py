@@ -37,20 +37,8 @@ class HealthSettings(Settings):
 
     window: int = setting(3, ge=1)
     """Updates that no_tool_calls, policy_still, branch_unused, graft_unused, graft_untrue and
-    answer_not_found look back on, and measurements that success_falling does; they are silent
-    before, but for branch_unused and graft_unused while there is no branch or graft at all."""
-    symptoms_every: int = setting(5, ge=0)
-    """Updates from one measurement for success_falling, question_ignored and openings_falling to
-    the next; 0 for none. It takes some forward passes and changes nothing else."""
-    success_falling: Amount = 0.01
-    """Fall of the log-probability of successful trajectories' own tokens by the update, in nats a
-    token, mean of the window, from which on to warn."""
-    question_ignored: Share = 0.1
-    """Share of the first measured learn/question_information down to which the agent counts as
-    ignoring the question."""
-    openings_falling: Share = 0.25
-    """Share of the first measured learn/open_call_prob ("calls") or learn/open_prob ("all") down to
-    which to warn."""
+    answer_not_found look back on; they are silent before, but for branch_unused and graft_unused
+    while there is no branch or graft at all."""
     answer_not_found: Share = 0.02
     """Share of the trajectories that searched in whose results the reference occurs, mean of the
     window, up to which to warn."""
