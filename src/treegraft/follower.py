@@ -112,9 +112,8 @@ class FollowedRun:
 
     def _save(self) -> None:
         """Writes this rank's part of the checkpoints that rank 0 writes here."""
-        keep_adapter = not self._session.config.model.lora.merge
         while (place := self._ranks.share()) is not None:
-            self._session.learner.save(Path(place), keep_adapter=keep_adapter)
+            self._session.learner.save(Path(place))
 
     def is_warm_up_evaluation_due(self) -> bool:
         """Returns what rank 0's does."""

@@ -546,8 +546,7 @@ class Session:
         if team.size > 1:
             from treegraft.policy.learn.sharded import build_learner
 
-            files = parts.weight_files
-            learner = build_learner(cast("Ranks", team), config, model, files, self._checkpoint)
+            learner = build_learner(cast("Ranks", team), config, model, self._checkpoint)
         else:
             from treegraft.policy.learn.learner import Learner
 
@@ -987,7 +986,6 @@ class Session:
             tokenizer=self.parts.tokenizer,
             state=state,
             config_json=config_json(self.config),
-            keep_adapter=not self.config.model.lora.merge,
             write_more=self._save_more if self._is_own else None,
         )
 

@@ -31,7 +31,7 @@ from treegraft.policy.learn.flex import (
     compiled_flex,
     flex_attend,
     flex_distance,
-    node_positions,
+    paths_of,
     prove_flex,
     proven_flex,
     tree_block_mask,
@@ -69,7 +69,7 @@ def seen_by(nodes: list[Node], window: int | None) -> list[str]:
 def test_a_mask_by_hand() -> None:
     """A prompt of two tokens with branches of two and one, and another tree of one token."""
     nodes = [Node(0, 2, 5), Node(2, 4, 4), Node(4, 5, 5), Node(5, 6, 6)]
-    assert node_positions(nodes) == [0, 2, 2, 0]
+    assert [len(path) for path in paths_of(nodes)] == [1, 2, 2, 1]
     assert seen_by(nodes, None) == [
         "x.....",
         "xx....",

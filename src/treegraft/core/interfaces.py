@@ -116,7 +116,7 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
     def weights(self) -> WeightSource:
         """Returns the plain model's weights with adapters merged into them."""
 
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+    def save(self, folder: Path) -> None:
         """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
 
 

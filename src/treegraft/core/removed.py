@@ -64,6 +64,8 @@ REMOVED: dict[str, str] = {
     "health.symptoms_every": _SYMPTOMS,
     "health.success_falling": _SYMPTOMS,
     "health.question_ignored": _SYMPTOMS,
+    "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
+    "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),

@@ -51,7 +51,7 @@ from treegraft.policy.learn.plan import (
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import Scores, ScoringModel, check_head, packing_problem
 from treegraft.policy.output_head import base_model
-from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 
@@ -471,13 +471,10 @@ class Learner:
         """Resets the optimiser, as between warm-up and training."""
         self.optimiser.reset()
 
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
-        """Writes the plain model and the optimiser's state into the folder of a checkpoint.
-
-        Args:
-            keep_adapter: write the adapters apart, and the model without them.
-        """
-        write_model(folder, self.model, plain_weights(self.model), keep_adapter=keep_adapter)
+    def save(self, folder: Path) -> None:
+        """Writes the plain model, adapters merged into it, and the optimiser's state into the
+        folder of a checkpoint."""
+        write_model(folder, self.model, named_weights(self.model))
         write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:
