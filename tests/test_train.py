@@ -26,14 +26,12 @@ from treegraft import session
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.team import Alone
 from treegraft.core.types import BranchCause, Status, StepContent, Task, ToolCall, Tree
 from treegraft.evals.agent import answer_question
 from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
-from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, skill_tree
+from treegraft.policy.learn.sft import Demonstrations, demonstration_tree
 from treegraft.policy.load import load_model
 from treegraft.policy.publish import limit_for
 from treegraft.policy.tiny import build_word_tokenizer
@@ -273,7 +271,7 @@ def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
         ),
     }
     assert wanted <= lines[-1].keys()
-    assert {"warmup/loss", "warmup/skill", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
+    assert {"warmup/loss", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
     assert {"eval/gain", "eval/gain_low", "eval/gain_high"} <= lines[
         -1
     ].keys() and "eval/gain" not in lines[1]
@@ -810,36 +808,6 @@ def test_early_answers_follow_continue_prob(
     assert [tree.steps for tree in source.batch(3)] == [
         tree.steps for tree in Demonstrations(world, form, settings, 0).batch(3)
     ]
-
-
-def test_skill_counts_steps_without_their_deciding_token(
-    world: SearchWorld, form: TagsFormat
-) -> None:
-    task = world.warmup_tasks(1, 0)[0]
-    steps = world.expert(task, 0)
-
-    class Stub(Learner):
-        """Knows every token but those at `wrong` among the sampled ones."""
-
-        settings, device = load_config(tiny()).learn, torch.device("cpu")
-
-        def __init__(self, *wrong: int) -> None:
-            self.wrong, self._team = wrong, Alone()
-
-        def argmax(self, batch: Any) -> torch.Tensor:
-            best = batch.token_ids[batch.sampled].clone()
-            best[list(self.wrong)] += 1
-            return best
-
-    def skill(*wrong: int) -> float:
-        right, total = Stub(*wrong).right_steps([skill_tree(form, task, steps)])
-        return right / total
-
-    # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
-    # 8 and 12 decide.
-    assert skill() == skill(4, 8, 12) == 1.0
-    assert skill(0) == skill(5) == skill(9, 10, 11) == skill(14) == 0.75
-    assert skill(1, 5) == 0.5
 
 
 def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path) -> None:

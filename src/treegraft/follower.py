@@ -48,8 +48,6 @@ class FollowedSession:
             loss = self.learner.imitate(self._ranks.share_trees(), rate, decay)
             if self._ranks.share():  # the last one
                 self.learner.forget_moments()
-                if held_out := self._ranks.share_trees():
-                    self.learner.right_steps(held_out)
             yield WarmUpStep(num_steps=0, metrics={"warmup/loss": loss}, spent={})
 
     def begin_updates(self) -> None:

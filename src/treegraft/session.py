@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from treegraft.assemble import Parts, adapted, training_explorer
-from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving, present
@@ -632,33 +631,12 @@ class Session:
                 "time/warmup_cpu_s": time.process_time() - cpu_began,
             }
             self.num_warm_up_steps = step + 1
-            metrics = {"warmup/loss": loss}
             if team.share(step + 1 == settings.num_steps):
                 # AdamW's moments of imitation would go on pushing in its direction in the first
                 # updates.
                 learner.forget_moments()
-                metrics |= self._held_out_skill()
-            yield WarmUpStep(num_steps=step + 1, metrics=metrics, spent=spent)
+            yield WarmUpStep(num_steps=step + 1, metrics={"warmup/loss": loss}, spent=spent)
         team.share(None)
-
-    def _held_out_skill(self) -> dict[str, float]:
-        """warmup/skill, if the expert solves held-out tasks."""
-        from treegraft.policy.learn.sft import skill_tree
-
-        parts = self.parts
-        solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
-        held_out = [(task, steps) for task, steps in solved if steps]
-        if parts.show is not None:
-            try:
-                held_out = self._wait(_awaited, parts.show(held_out))
-            except DataError as error:  # of a measurement alone, after all the work
-                self._within.display.warn(f"warmup/skill is not measured: {error}")
-                held_out = []
-        trees = [skill_tree(parts.format, task, steps) for task, steps in held_out]
-        if not self._within.team.share_trees(trees):
-            return {}
-        right, total = self.learner.right_steps(trees)
-        return {"warmup/skill": right / max(1, total)}
 
     # ------------------------------------------------------------------ one update
 

@@ -117,11 +117,6 @@ def test_shaping_factor_by_hand() -> None:
     assert shaping_factor(0.0) == 1.0
     assert shaping_factor(0.5) == pytest.approx(1.025)
     assert shaping_factor(1.0, weight=0.3) == pytest.approx(1.3)
-    for shares in ([0.0, 0.5], np.array([0.0, 0.5])):
-        assert shaping_factor(shares).tolist() == pytest.approx([1.0, 1.025])
-    with pytest.raises(ValueError, match="expected a share"):
-        shaping_factor([0.0, 1.5])
-    assert isinstance(shaping_factor(0.5), float)
 
 
 def test_refusals() -> None:

@@ -136,17 +136,16 @@ def law_13(
     again = many.with_logprobs(trees)
     if one is not None:
         records.append(farthest(again, one.with_logprobs(trees)))
-    found = {"loss": many.imitate(trees, 1e-2), "right": many.right_steps(trees)}
+    loss = many.imitate(trees, 1e-2)
     streamed, fingerprint = dict(many.stream()), many.fingerprint()
     if one is None:
         return {}
-    expected = {"loss": one.imitate(trees, 1e-2), "right": one.right_steps(trees)}
-    assert found["right"] == expected["right"] and found["right"][1] > 0
+    expected = one.imitate(trees, 1e-2)
     plain = plain_weights(one.model)
     return {
         "apart": apart(streamed, plain, start),
         "equal": all(torch.equal(streamed[key], plain[key]) for key in plain),
-        "metrics": max(*metrics, abs(found["loss"] - expected["loss"])),
+        "metrics": max(*metrics, abs(loss - expected)),
         "records": max(records),
         "fingerprint": fingerprint == weights_fingerprint(streamed),
     }

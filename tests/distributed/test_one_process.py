@@ -197,7 +197,8 @@ def test_eight_ranks_at_once_sum_their_gradients_and_step_alike(
                         part.copy_(parts[rank])
 
     monkeypatch.setattr(ShardedLearner, "_fill", fill)
-    config = settings(learn={"compile_kernels": False})
+    config = settings()
+    monkeypatch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: None)
     batch = pack_trees(some_trees(1))
     source, plain = (build_random_model(EVEN, torch.float32, 0).eval() for _ in range(2))
     one = Learner(plain, config.learn, config.loss, length_constant=7)

@@ -194,7 +194,7 @@ def test_autograd_keeps_of_a_layer_what_its_shape_says(kind: str) -> None:
             return one
 
         with saved_tensors_hooks(keep, lambda one: one), tree_attention(model):
-            packed_hidden(model, batch, compile_kernels=False)
+            packed_hidden(model, batch)
         return sum(one.untyped_storage().nbytes() for at, one in kept.items() if at not in own)
 
     shape = ModelShape.of_config(fields | {"num_hidden_layers": 1, "model_type": kind}, 0)

@@ -65,6 +65,7 @@ REMOVED: dict[str, str] = {
     "health.success_falling": _SYMPTOMS,
     "health.question_ignored": _SYMPTOMS,
     "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
+    "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),

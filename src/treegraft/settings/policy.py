@@ -396,9 +396,6 @@ class LearnSettings(Settings):
     price of its shared tokens."""
     vocab_chunk: int = setting(2048, ge=1)
     """Positions whose logits exist at once; of a pass with more, they are computed twice."""
-    compile_kernels: bool = True
-    """On a CPU: attention over trees by our own kernels, made once per machine with its C
-    compiler."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;

@@ -32,7 +32,6 @@ import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
 from treegraft.core.interrupt import Interrupted
-from treegraft.core.spans import carrier
 from treegraft.core.types import Tree
 from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.load import has_cuda
@@ -97,9 +96,6 @@ class Peer:
 
 class Ranks:
     """This process among the others; a `Team` of the learner."""
-
-    trace: Mapping[str, str] | None = None
-    """The span of rank 0 that this rank's work belongs to; None on rank 0 and without spans."""
 
     def __init__(
         self,
@@ -226,9 +222,7 @@ class Ranks:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._num_shared += 1
-        trace = carrier()
-        text = json.dumps({**message, "trace": trace} if trace else message)
-        self._store.set(f"shared/{self._num_shared}", text)
+        self._store.set(f"shared/{self._num_shared}", json.dumps(message))
 
     def _received(self) -> Any:
         """The next value that rank 0 shares."""
@@ -243,7 +237,6 @@ class Ranks:
                 looked = time.monotonic()
                 self._refuse_leaderless(key)
         message = json.loads(self._store.get(key))
-        self.trace = message.get("trace")
         if "stops" in message:
             raise Interrupted
         return message["value"]

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from treegraft.core.errors import CheckpointError, ModelError, SettingError
-from treegraft.core.spans import joined, span
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import write_model
 from treegraft.policy.learn.flex import prove_flex
@@ -53,17 +52,13 @@ R = TypeVar("R")
 def on_all_ranks(
     method: Callable[Concatenate[ShardedLearner, P], R],
 ) -> Callable[Concatenate[ShardedLearner, P], R]:
-    """Returns a method that every rank has to call, whose failure names the rank that caused it,
-    and whose span on other ranks than 0 hangs below rank 0's."""
+    """Returns a method that every rank has to call, whose failure names the rank that caused
+    it."""
 
     @functools.wraps(method)
     def call(learner: ShardedLearner, /, *args: P.args, **options: P.kwargs) -> R:
-        ranks = learner.ranks
-        with ranks.blaming(), joined(ranks.trace, f"rank {ranks.rank}"):
-            if not ranks.rank:
-                return method(learner, *args, **options)
-            with span(method.__name__):
-                return method(learner, *args, **options)
+        with learner.ranks.blaming():
+            return method(learner, *args, **options)
 
     return call
 
@@ -104,7 +99,7 @@ def refuse(model: Any, config: Config) -> None:
         raise ModelError(
             f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
         )
-    problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
+    problem = packing_problem(model)
     if problem is not None:
         raise ModelError(
             f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
@@ -170,7 +165,7 @@ class StreamedWeights:
     def follow(self) -> None:
         """Gathers the weights as often as rank 0 goes through them, until it shares None."""
         while self.ranks.share():
-            with self.ranks.blaming(), joined(self.ranks.trace, f"rank {self.ranks.rank}"):
+            with self.ranks.blaming():
                 for _ in self._learner.stream():
                     pass
 
@@ -316,7 +311,6 @@ class ShardedLearner(Learner):
 
     learn = on_all_ranks(Learner.learn)
     imitate = on_all_ranks(Learner.imitate)
-    right_steps = on_all_ranks(Learner.right_steps)
     with_logprobs = on_all_ranks(Learner.with_logprobs)
     with_exact_entropies = on_all_ranks(Learner.with_exact_entropies)
 

@@ -50,11 +50,8 @@ _log = logging.getLogger(__name__)
 class PackedPlan:
     """The attention plan of one batch."""
 
-    def __init__(
-        self, batch: TreeBatch, *, compile_kernels: bool = True, flex: Flex | None = None
-    ) -> None:
+    def __init__(self, batch: TreeBatch, *, flex: Flex | None = None) -> None:
         """Args:
-        compile_kernels: whether our kernels are taken where there are any.
         flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches,
             where it is proven.
         """
@@ -72,7 +69,6 @@ class PackedPlan:
                 torch.cat([batch.token_ids, torch.zeros_like(behind)]),
                 torch.cat([batch.position_ids, behind]),
             )
-        self._compile_kernels = compile_kernels
         self._runs: TreeRuns | None = None
         self._paths = paths_of(self._nodes)
         # From the nodes: the tensor's maximum would make the host wait for the device.
@@ -155,7 +151,7 @@ class PackedPlan:
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> TreeKernels | None:
         is_alike = len({(x.shape[-1], x.dtype) for x in (query, key, value)}) == 1
-        if not (self._compile_kernels and self._nodes and is_alike and _is_plain(options)):
+        if not (is_alike and _is_plain(options)):
             return None
         return tree_kernels(query.shape[-1], query.dtype, query.device.type)
 
