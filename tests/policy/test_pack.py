@@ -334,16 +334,6 @@ def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
     assert pack_trees([tree]).advantages.tolist() == [0.0] * 5
 
 
-def test_a_batch_moves_as_a_whole() -> None:
-    batch = pack_trees([taught(1.0, 0.0, 0.0, 0.0)], takes_imitated=True).to(torch.device("meta"))
-    assert batch.imitated is not None
-    assert {
-        batch.token_ids.device.type,
-        batch.advantages.device.type,
-        batch.imitated.packed.device.type,
-    } == {"meta"}
-
-
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
 @QUICK
 def test_plans_hold_everything_once_and_fit(sizes: list[int], room: int) -> None:

@@ -32,9 +32,9 @@ from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scores import ScoringModel, packing_problem
+from treegraft.policy.learn.scores import ScoringModel, check_head, packing_problem
 from treegraft.policy.load import DTYPES, load_model, with_adapters
-from treegraft.policy.output_head import base_model, decoder, head_problem
+from treegraft.policy.output_head import base_model, decoder
 from treegraft.policy.shards import TensorFiles, local_rows, write_rows
 from treegraft.policy.weights import (
     adapted_modules,
@@ -95,10 +95,7 @@ def build_learner(
 
 def refuse(model: Any, config: Config) -> None:
     """Refuses what one process can learn and several cannot."""
-    if problem := head_problem(model):
-        raise ModelError(
-            f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
-        )
+    check_head(model)
     problem = packing_problem(model)
     if problem is not None:
         raise ModelError(
