@@ -20,16 +20,14 @@ from tests.support.error_codes import raises_code
 from tests.support.families import build_model
 from tests.support.trees import recorded_trees
 
-from treegraft.core.team import Alone
 from treegraft.core.types import Tree
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.plan import by_step, deal, gathered, plan_passes, spread
+from treegraft.policy.learn.plan import deal, plan_passes
 from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.learn.sharded import StreamedWeights, refuse
 from treegraft.policy.learn.torchrun import num_ranks
 from treegraft.policy.load import with_adapters
-from treegraft.policy.weights import bit_sum
 from treegraft.settings.load import config_json
 
 
@@ -38,21 +36,6 @@ def test_passes_are_dealt_longest_first() -> None:
     # first: 15 and 15.
     assert deal([4, 9, 2, 7, 3, 5], 2) == (0, 0, 0, 1, 1, 1)
     assert deal([1, 1, 1], 3) == (0, 1, 2) and deal([], 4) == ()
-
-
-@given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 8))
-def test_no_group_has_more_than_a_third_above_the_best(costs: list[int], groups: int) -> None:
-    """Graham: longest first takes at most 4/3 of the best time, which is no less than the mean and
-    the longest."""
-    owners = deal(costs, groups)
-    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == g) for g in range(groups)]
-    assert sum(loads) == sum(costs)
-    if len(costs) > groups:
-        at_least = sorted(costs, reverse=True)
-        best = max(
-            sum(costs) / groups, costs and max(costs), sum(at_least[groups - 1 : groups + 1])
-        )
-        assert max(loads) <= 4 / 3 * best + 1e-9
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 20])
@@ -66,31 +49,6 @@ def test_every_part_is_made_once(groups: int) -> None:
     assert sorted(leaves) == sorted(
         (n, leaf.step_id) for n, tree in enumerate(trees) for leaf in tree.leaves
     )
-
-
-def test_values_come_back_to_their_steps() -> None:
-    trees = some_trees(3)
-    plan = plan_passes(trees, range(3), 24, 1)
-    sizes = [sum(sum(s.sampled_mask) for p in pack for s in p.tree.steps) for pack in plan.packs]
-    own = [torch.arange(float(size)) for size in sizes]
-    found = list(by_step(plan, gathered(Alone(), plan, own)))
-    assert sum(len(values) for _, _, values in found) == sum(sizes)
-    assert found[0][2] == [] and found[1][2] == [0.0, 1.0][: len(found[1][2])]
-    step = next(
-        step for _, step, _ in found if not all(step.sampled_mask) and any(step.sampled_mask)
-    )
-    values = [7.0] * sum(step.sampled_mask)
-    assert spread(step, values, 0.5).tolist() == [7.0 if m else 0.5 for m in step.sampled_mask]
-
-
-@given(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-def test_checksums_of_parts_add_up(cut: int, dtype: torch.dtype) -> None:
-    whole = (torch.arange(40) * 37 - 500).to(dtype)
-    parts = bit_sum(whole[:cut]) + bit_sum(whole[cut:], cut)
-    assert int(parts) == int(bit_sum(whole))
-    swapped = whole.clone()
-    swapped[[3, 30]] = swapped[[30, 3]]
-    assert int(bit_sum(swapped)) != int(bit_sum(whole))
 
 
 def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

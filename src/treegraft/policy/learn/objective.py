@@ -88,7 +88,7 @@ def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
 
 
 def _gspo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
-    return sequence_surrogate(*columns, owners, **_limits(settings, shaping))
+    return sequence_surrogate(*columns, owners=owners, **_limits(settings, shaping))
 
 
 def _cispo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
