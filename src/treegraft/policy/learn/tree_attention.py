@@ -109,11 +109,12 @@ class PackedPlan:
         if dtype == torch.bfloat16 and query.is_cpu and not torch.cpu._is_amx_tile_supported():
             query, key, value = query.float(), key.float(), value.float()
         outputs = []
-        for own, places, mask in self._seen(options.window, query.device):
+        for own, places, seen in self._seen(options.window, query.device):
+            mask: Tensor | None = seen
             if len(places) == own.stop - own.start:
                 keys, values = key[:, own], value[:, own]
                 # A causal call leaves out the half that a mask would compute for nothing.
-                mask = None if _is_plain(options) else mask
+                mask = None if _is_plain(options) else seen
             else:
                 keys, values = key.index_select(1, places), value.index_select(1, places)
             outputs.append(dense_attend(query[:, own], keys, values, mask, options))
