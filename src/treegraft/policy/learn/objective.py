@@ -88,7 +88,9 @@ def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
 
 
 def _gspo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
-    return sequence_surrogate(*columns, owners=owners, **_limits(settings, shaping))
+    logprobs, old_logprobs, advantages = columns
+    own = _limits(settings, shaping)
+    return sequence_surrogate(logprobs, old_logprobs, advantages, owners, **own)
 
 
 def _cispo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
