@@ -104,10 +104,6 @@ class PackedPlan:
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """[heads, tokens, width] by one call a node, on the keys of its path."""
-        dtype = query.dtype
-        # Without a matrix unit for bfloat16 the backward pass takes more than twice as long in it.
-        if dtype == torch.bfloat16 and query.is_cpu and not torch.cpu._is_amx_tile_supported():
-            query, key, value = query.float(), key.float(), value.float()
         outputs = []
         for own, places, seen in self._seen(options.window, query.device):
             mask: Tensor | None = seen
@@ -118,7 +114,7 @@ class PackedPlan:
             else:
                 keys, values = key.index_select(1, places), value.index_select(1, places)
             outputs.append(dense_attend(query[:, own], keys, values, mask, options))
-        return torch.cat(outputs, dim=1).to(dtype)
+        return torch.cat(outputs, dim=1)
 
     def _seen(self, window: int | None, device: torch.device) -> list[_View]:
         """What each node sees, for all layers with this window."""
