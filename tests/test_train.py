@@ -385,6 +385,7 @@ def test_adapters_are_merged_into_checkpoints(tmp_path: Path) -> None:
 
 def test_adapters_apart_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
+    (tmp_path / "config.json").write_text("{}")
     with raises_code("adapters-apart"):
         load_model(ModelSettings(path=str(tmp_path)))
 
