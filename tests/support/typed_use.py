@@ -183,7 +183,7 @@ def learned(engine: ScriptedEngine, device: torch.device) -> torch.Tensor:
 def numbers(task: Task, trace: Trace) -> None:
     key: interfaces.NoiseKey = (0, "train", 1, task.id)
     print(key, exact_match("4", ["4"]), f1("a b", ["a"]), math_equal("1/2", ["0.5"]))
-    print(group_advantages([1.0, 0.0]), shared_advantages([1.0], [[0]]), shaping_factor([0.5]))
+    print(group_advantages([1.0, 0.0]), shared_advantages([1.0], [[0]]), shaping_factor(0.5))
     print(branch_probability(entropy_change([1.0], [0.5], 2.0)), __version__)
     print(combined_advantages([1.0], [0.5]), retrieval_reward(1.0, 0.5))
     with TraceBuffer(":memory:", encoder="hashing") as buffer:

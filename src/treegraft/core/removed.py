@@ -11,6 +11,7 @@ _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
 )
+_SYMPTOMS = "Gone since 0.8; health.violated and health.entropy_collapse warn of a collapse."
 
 
 def _world(name: str, called: str) -> dict[str, str]:
@@ -88,14 +89,18 @@ REMOVED: dict[str, str] = {
     **{
         f"health.{name}": _WARNING
         for name in (
-            "success_falling",
-            "question_ignored",
             "answer_not_found",
             "policy_still",
             "one_sign",
             "tool_failing",
         )
     },
+    "health.symptoms_every": _SYMPTOMS,
+    "health.success_falling": _SYMPTOMS,
+    "health.question_ignored": _SYMPTOMS,
+    "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
+    "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),

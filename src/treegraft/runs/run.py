@@ -85,7 +85,7 @@ class WarmUpStep:
     num_steps: int
     """Steps done."""
     metrics: Mapping[str, float]
-    """warmup/loss, and at the end warmup/skill if the expert solves held-out tasks."""
+    """warmup/loss."""
     spent: Mapping[str, float]
     """What the step cost, which is added up: tokens and seconds."""
 

@@ -39,9 +39,6 @@ class HealthSettings(Settings):
     """Updates that no_tool_calls, branch_unused, graft_unused and graft_untrue look back on;
     they are silent before, but for branch_unused and graft_unused if there is no branch or graft at
     all."""
-    symptoms_every: int = setting(5, ge=0)
-    """Updates from one measurement of learn/success_logprob_change, learn/question_information and
-    learn/open_* to the next; 0 for none. It takes some forward passes and changes nothing else."""
     no_tool_calls: Amount = 0.0
     """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling
     none."""
