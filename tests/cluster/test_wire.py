@@ -14,24 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import DataError
 from treegraft.core.sessions import COUNTS
-from treegraft.core.types import Completion, EntropyKind, StopReason, Task, ToolCall
+from treegraft.core.types import Task, ToolCall
 from treegraft.extras.ray.actor import (
     PIECE_BYTES,
     Weights,
-    completion_of,
     pieces_of,
     replying,
     value_of,
 )
 from treegraft.extras.ray.placement import lasting
-from treegraft.extras.ray.supervisor import MAX_DEATHS, Member, Supervisor, VllmSupervisor
+from treegraft.extras.ray.supervisor import MAX_DEATHS, Member, Supervisor
 from treegraft.runs.checkpoint import prune_checkpoints, tidy
 from treegraft.settings.config import Config
 from treegraft.settings.tools import ToolsSettings
@@ -39,22 +37,6 @@ from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
 FLOATS = st.floats(allow_nan=False)
-
-
-@given(st.lists(st.tuples(st.integers(0, 1 << 20), FLOATS, FLOATS)), st.sampled_from(StopReason))
-def test_a_completion_arrives_as_it_was(
-    tokens: list[tuple[int, float, float]], finish: StopReason
-) -> None:
-    ids, logprobs, entropies = zip(*tokens, strict=True) if tokens else ((), (), ())
-    sent = Completion(
-        token_ids=ids,
-        sampling_logprobs=logprobs,
-        entropies=entropies,
-        entropy_kind=EntropyKind.EXACT,
-        finish=finish,
-        policy_version=7,
-    )
-    assert completion_of(json.loads(json.dumps(asdict(sent)))) == sent
 
 
 def test_errors_of_ours_arrive_with_their_kind() -> None:
@@ -142,9 +124,9 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def supervisor_of(*handles: Any) -> VllmSupervisor:
+def supervisor_of(*handles: Any) -> Supervisor:
     """A supervisor whose engines live."""
-    supervisor = VllmSupervisor(Config())
+    supervisor = Supervisor(Config())
     supervisor.engines = [Member(n, partial(next, iter([one]))) for n, one in enumerate(handles)]
     for member in supervisor.engines:
         member.is_live = True
@@ -180,7 +162,6 @@ def test_trees_grow_where_the_fewest_do_and_again_where_an_engine_is_lost(
 
 
 def test_a_tree_that_ends_its_engines_is_named(killed: list[Any]) -> None:
-    """An engine that is set aside is no death."""
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 
     def die() -> str:
@@ -191,16 +172,11 @@ def test_a_tree_that_ends_its_engines_is_named(killed: list[Any]) -> None:
         return json.dumps(said)
 
     async def grow(*handles: Handle) -> None:
-        supervisor = supervisor_of(*handles)
-        growing = asyncio.create_task(supervisor.grown({}, "0/a"))
-        if not handles[0].trees:
-            await until(lambda: handles[0].orders)
-            supervisor.set_aside("engine 0 on :1", "they differ")
-        await growing
+        await supervisor_of(*handles).grown({}, "0/a")
 
     with raises_code("engines-died", match="tree 0/a"):
         asyncio.run(grow(*(Handle(die) for _ in range(MAX_DEATHS))))
-    asyncio.run(grow(Handle(), *(Handle(die) for _ in range(MAX_DEATHS - 1)), Handle(done)))
+    asyncio.run(grow(*(Handle(die) for _ in range(MAX_DEATHS - 1)), Handle(done)))
     with raises_code("prompt-too-long", kind=DataError):
         asyncio.run(grow(Handle(refuse)))
 

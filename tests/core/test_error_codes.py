@@ -188,8 +188,8 @@ def test_an_error_keeps_its_code_between_processes() -> None:
 
 def test_an_error_of_a_cluster_s_actor_keeps_its_code() -> None:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    reply = load_object("treegraft.extras.ray.actors:error_reply")
-    value_of = load_object("treegraft.extras.ray.actors:value_of")
+    reply = load_object("treegraft.extras.ray.actor:error_reply")
+    value_of = load_object("treegraft.extras.ray.actor:value_of")
     text = reply(EngineError("text", code="engine-died"))
     assert json.loads(text) == {"error": "EngineError", "code": "engine-died", "text": "text"}
     with raises_code("engine-died", kind=EngineError, match="^text$"):

