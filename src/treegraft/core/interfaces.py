@@ -18,6 +18,7 @@ from treegraft.core.types import (
     Graft,
     Observation,
     Origin,
+    ParsedStep,
     PathView,
     Retry,
     Sampling,
@@ -379,21 +380,6 @@ def signature_of(tool: Tool) -> Signature:
     return Signature.of_text() if own is None else own
 
 
-class Parsed(Protocol):
-    """One step as a format has read it."""
-
-    @property
-    def content(self) -> StepContent: ...
-
-    @property
-    def violation(self) -> str | None:
-        """Which rule the step broke, in a few words; None where it broke none."""
-
-    @property
-    def is_complete(self) -> bool:
-        """False if the step broke off before a call or an answer ended."""
-
-
 class Format(Protocol):
     """How steps become tokens and back: the only place that knows markup."""
 
@@ -407,7 +393,7 @@ class Format(Protocol):
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """Returns the tokens before the first sampled one."""
 
-    def parse_step(self, token_ids: Sequence[int]) -> Parsed:
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
 

@@ -11,6 +11,15 @@ _DRAWS = (
     ' native engine come from engine.kind = "native" alone.'
 )
 
+_MOVED = {
+    "evals.suites": "extras.suites.sets",
+    "study": "extras.lab.study",
+    "tasks.arithmetic": "extras.tasks.arithmetic",
+    "tasks.sokoban": "examples.environments.sokoban",
+    "tasks.verifiers": "extras.environments.verifiers.tasks",
+}
+"""Modules of 0.7 that recipes and pages named."""
+
 
 def _world(name: str, called: str) -> dict[str, str]:
     """The entries of an environment that is an example now."""
@@ -63,6 +72,7 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
@@ -71,7 +81,8 @@ REMOVED: dict[str, str] = {
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting, of a value of one ("engine.vllm.entropies.exact") or of a table of settings
-("explore.answer_leaf"): a sentence that says since when it is gone and what takes its place."""
+("explore.answer_leaf"), or the name of a module: a sentence that says since when it is gone and
+what takes its place."""
 
 
 def instead(name: str) -> str:

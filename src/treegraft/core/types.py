@@ -204,6 +204,23 @@ class StepContent:
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedStep:
+    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)),
+    violation=None)"""
+
+    content: StepContent
+    """The step's content; after a violation no more than its thought."""
+    violation: str | None
+    """Which rule the step broke; None where it broke none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or
+        broke a rule."""
+        return bool(self.content.calls) or self.content.answer is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One step of an off-policy agent, stored under the text before it.
 

@@ -7,7 +7,7 @@ What would make every reward the same is found here, before any work.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,7 +56,8 @@ class Preflight:
         """
         if not self.tasks:
             return None
-        task, tokenizer = shown or self.tasks[0], self.setup.tokenizer
+        task = shown or self.tasks[0]
+        tokenizer = self.setup.tokenizer
 
         def text(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -76,24 +77,24 @@ class Preflight:
         Raises:
             DataError: a prompt that cannot be made.
         """
-        found: list[Finding] = []
-        for check in CHECKS if self.tasks else ():
-            found += await check(self)
-        return found
+        if not self.tasks:
+            return []
+        return [*prompts(self), *calls(self), *lengths(self), *await references(self)]
 
     # ------------------------------------------------------------------ made steps
 
     @cached_property
     def is_closed(self) -> bool:
         """Whether the tokenizer knows the words of its tasks alone."""
-        tokenizer, text = self.setup.tokenizer, "zq7 know?"
+        tokenizer = self.setup.tokenizer
+        text = "zq7 know?"
         return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) != text)
 
     @cached_property
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
-        task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
-        for step in solution(self.setup.source, task, 0) or ():
+        tools = list(self.setup.toolbox.tools.values())
+        for step in solution(self.setup.source, self.tasks[0], 0) or ():
             if step.calls and step.observations:
                 return step
         # There are no words for arguments of ours.
@@ -130,9 +131,10 @@ class Preflight:
         return next((word for word in words if word.isalnum() and word not in references), WRONG)
 
 
-async def prompts(preflight: Preflight) -> list[Finding]:
+def prompts(preflight: Preflight) -> list[Finding]:
     """Returns the lengths of prompts, and what they do not tell the agent."""
-    setup, form = preflight.setup, preflight.setup.config.format
+    setup = preflight.setup
+    form = setup.config.format
     made = [setup.format.prompt_ids(task) for task in preflight.tasks]
     longest = max(map(len, made))
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
@@ -156,8 +158,10 @@ async def prompts(preflight: Preflight) -> list[Finding]:
 def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Finding]:
     """The words of prompts that a closed vocabulary does not have: the model reads each of them as
     the same token."""
-    setup, task = preflight.setup, preflight.tasks[0]
-    tokenizer, unknown = setup.tokenizer, setup.tokenizer.unk_token_id
+    setup = preflight.setup
+    task = preflight.tasks[0]
+    tokenizer = setup.tokenizer
+    unknown = tokenizer.unk_token_id
     num = sum(list(ids).count(unknown) for ids in made)
     if not (preflight.is_closed and num):
         return
@@ -185,7 +189,7 @@ _ADVICE_UNKNOWN = (
 )
 
 
-async def lengths(preflight: Preflight) -> list[Finding]:
+def lengths(preflight: Preflight) -> list[Finding]:
     """Returns whether a call, its result and the reference fit in a trajectory."""
     limit = preflight.setup.config.rollout.max_completion_tokens
     call = preflight._spans(preflight._call) if preflight._call else ()
@@ -198,15 +202,18 @@ async def lengths(preflight: Preflight) -> list[Finding]:
     wanted = max(answers, default=0)
     value = f"{limit} tokens; an answer takes {wanted}"
     value += f", a call with its result {num_call} or more" if call else ""
-    fits, fits_call = wanted <= limit, wanted + num_call <= limit
-    note = "" if fits_call else "a call and an answer do not fit; raise it"
-    note = note if fits else "not even the reference's answer fits; raise it"
-    return [Finding("rollout.max_completion_tokens", value, fits, note, fits and not fits_call)]
+    name = "rollout.max_completion_tokens"
+    if wanted > limit:
+        return [Finding(name, value, False, "not even the reference's answer fits; raise it")]
+    if wanted + num_call > limit:
+        return [Finding(name, value, True, "a call and an answer do not fit; raise it", True)]
+    return [Finding(name, value)]
 
 
-async def calls(preflight: Preflight) -> list[Finding]:
+def calls(preflight: Preflight) -> list[Finding]:
     """Returns whether a call is read back as it was written."""
-    step, form = preflight._call, preflight.setup.format
+    step = preflight._call
+    form = preflight.setup.format
     if step is None:
         return []
     name = step.calls[0].name
@@ -232,29 +239,6 @@ async def references(preflight: Preflight) -> list[Finding]:
     scored = [(task, *pair) for task, pair in pairs if pair is not None]
     return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
 
-
-async def columns(preflight: Preflight) -> list[Finding]:
-    """Returns the columns that hold nothing in any of the tasks."""
-    rows = [task.columns for task in preflight.setup.train_tasks[:200]]
-    empty = [
-        name
-        for name in (rows[0] if rows else ())
-        if all(row.get(name) in (None, "", [], {}) for row in rows)
-    ]
-    note = "rewards that read it get nothing"
-    return [
-        Finding(f"column {name}", f"empty in {len(rows)} tasks", True, note, True) for name in empty
-    ]
-
-
-CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
-    prompts,
-    calls,
-    lengths,
-    references,
-    columns,
-]
-"""The checks in their order; a part of one's own may add to them."""
 
 _Scored = Sequence[tuple[Task, Leaf, Leaf]]
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.core.batches import Batcher
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
@@ -19,6 +18,7 @@ from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BufferSettings, chosen_kinds
 from treegraft.settings.table import value_of
+from treegraft.traces.batches import Batcher
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
 from treegraft.traces.rows import Excluded

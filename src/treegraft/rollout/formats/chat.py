@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, ParsedStep, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     WITHHELD,
     FormatOptions,
     MarkedFormat,
-    ParsedStep,
     Specials,
     Violation,
     clean,

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, TypedDict, Unpack
 
@@ -25,23 +25,6 @@ _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 WITHHELD = "withheld"
 """Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedStep:
-    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)),
-    violation=None)"""
-
-    content: StepContent
-    """The step's content; after a violation no more than its thought."""
-    violation: str | None
-    """Which rule the step broke; None where it broke none."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or
-        broke a rule."""
-        return bool(self.content.calls) or self.content.answer is not None
 
 
 class Violation(Exception):
