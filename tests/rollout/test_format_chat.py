@@ -38,7 +38,6 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.tools import ToolsSettings
@@ -660,12 +659,3 @@ def test_an_agent_that_writes_results_itself_is_stopped_there() -> None:
     )
     assert "found" not in shown("qwen25", step.token_ids)
     assert hierarchical_reward(trajectories=tree.trajectories()) == [-1.0]
-
-
-def test_one_content_in_both_formats() -> None:
-    """Tag and chat agents read each other's steps: what a step says does not depend on the
-    format."""
-    content = StepContent(thought="look", calls=(ToolCall("search", "e1 r2"),))
-    tags = TagsFormat(tokenizer_of("qwen25"), TOOLS)
-    for form in (tags, form_of("qwen25"), form_of("qwen3")):
-        assert form.parse_step(form.render_step(content)[0][0]).content == content

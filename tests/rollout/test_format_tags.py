@@ -142,12 +142,6 @@ def check_law(form: TagsFormat, content: StepContent) -> None:
     assert [origin for _, origin in spans] == [Origin.POLICY, Origin.TOOL][: len(spans)]
 
 
-@QUICK
-@given(contents(sentences, ["search"]))
-def test_words_survive_rendering(content: StepContent) -> None:
-    check_law(format_of("word"), content)
-
-
 @OPEN_KINDS
 @QUICK
 @given(data=st.data())
@@ -406,13 +400,6 @@ def test_our_own_tags_are_single_tokens_of_a_word_level_vocabulary() -> None:
     assert ids[-1] == closing
     assert (ids.count(opening), ids.count(closing)) == (2, 2)
     assert tokenizer.convert_tokens_to_ids("<search>") not in ids
-
-
-def test_errors_are_shown_like_results() -> None:
-    form = format_of("smollm2")
-    assert form.observation_ids([Observation(text="no", is_error=True)]) == form.observation_ids(
-        [Observation(text="no")]
-    )
 
 
 # Grafts: steps of another agent

@@ -4,7 +4,6 @@ numbers about them."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -285,20 +284,6 @@ def test_law_8_a_hanging_leaf_ends_at_its_deadline_and_blocks_nobody() -> None:
     )
 
 
-def test_law_8_one_failed_leaf_leaves_its_siblings_alone() -> None:
-    count = 0
-
-    def reply(_: str) -> str:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise EngineError("lost one")
-        return ANSWER
-
-    loop, _ = make_loop(reply, num_leaves=4)
-    assert [leaf.status for leaf in grow(loop)[0].leaves].count(Status.FAILED) == 1
-
-
 def test_if_all_fail_it_is_an_error() -> None:
     loop, _ = make_loop(failing_at("w", EngineError("the server is gone")))
     with raises_code("all-failed"):
@@ -339,23 +324,6 @@ def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
                 [],
                 [word_tokenizer().eos_token_id],
             )
-
-
-def test_law_12_shuffled_latencies_give_the_same_trees() -> None:
-    draw = random.Random(3)
-
-    async def slow(query: str) -> str:
-        """Looks a word up, some time."""
-        await asyncio.sleep(draw.random() * 0.01)
-        return f"{query} w2"
-
-    grown = []
-    for tool, latency_s in ((search, None), (slow, None), (slow, lambda: draw.random() * 0.01)):
-        loop, _ = make_loop(
-            wander, tool=tool, latency_s=latency_s, num_leaves=4, max_completion_tokens=90
-        )
-        grown.append(grow(loop, TASKS))
-    assert grown[0] == grown[1] == grown[2]
 
 
 def test_the_watch_says_what_is_waited_for() -> None:
