@@ -14,10 +14,7 @@ from tests.support.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit, leaf_weights
 from treegraft.algo.groups import group_advantages, whitened
-from treegraft.core.types import (
-    Status,
-    Tree,
-)
+from treegraft.core.types import Leaf, Status, Tree
 
 
 def test_grpo_by_hand() -> None:
