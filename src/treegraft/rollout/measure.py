@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import comb, inf
 
@@ -55,8 +56,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
     groups = [group for tree in trees if (group := _own_rewards(tree))]
-    after_prompt = [step for tree in trees for step in tree.steps[1:]]
-    num_tokens = sum(step.num_tokens for step in after_prompt)
+    counts = _counted(trees)
     grown = [*trees, *references]
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
@@ -68,10 +68,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
-        "rollout/retrieved_frac": (
-            sum(step.num_by(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
-            / max(1, num_tokens)
-        ),
+        "rollout/retrieved_frac": counts["retrieved"] / max(1, counts["tokens"]),
         "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),
         "rollout/truncated_frac": _ended_frac(own, Status.TRUNCATED),
         "rollout/violation_frac": _ended_frac(own, Status.FORMAT_VIOLATION),
@@ -81,17 +78,11 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/num_shown_calls": float(
             sum(len(step.content.observations) for tree in grown for step in tree.steps[1:])
         ),
-        "branch/num_starts": float(
-            sum(
-                step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause)
-                for step in after_prompt
-            )
-        ),
-        "branch/num_branches": float(
-            sum(isinstance(step.cause, BranchCause) for step in after_prompt)
-        ),
+        "branch/num_starts": float(counts["starts"]),
+        "branch/num_branches": float(counts["branches"]),
     }
-    metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= _graft_metrics(trees, paths)
+    metrics |= _restart_metrics(trees, paths)
     metrics |= _retry_metrics(paths)
     metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
@@ -101,14 +92,28 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     return metrics
 
 
+def _counted(trees: Sequence[Tree]) -> Counter[str]:
+    """Steps and tokens after the prompts, by what they are."""
+    found = Counter[str]()
+    for tree in trees:
+        for step in tree.steps[1:]:
+            found["tokens"] += step.num_tokens
+            if step.is_graft:
+                found["retrieved"] += step.num_by(Origin.RETRIEVED)
+            if step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause):
+                found["starts"] += 1
+            if isinstance(step.cause, BranchCause):
+                found["branches"] += 1
+    return found
+
+
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
-    causes = [
-        (tree, step.cause)
-        for tree in trees
-        for step in tree.steps
-        if isinstance(step.cause, GraftCause)
-    ]
+    causes: list[tuple[Tree, GraftCause]] = []
+    for tree in trees:
+        for step in tree.steps:
+            if isinstance(step.cause, GraftCause):
+                causes.append((tree, step.cause))
     if not causes:
         return {}
     rewards: dict[bool, list[float]] = {True: [], False: []}
@@ -255,9 +260,7 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         metrics |= accuracy_metrics(greedy, "accuracy")
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
-        counts = [
-            (len(tree.leaves), sum(map(_is_correct, tree.trajectories()))) for tree in sampled
-        ]
+        counts = [(len(one.leaves), sum(map(_is_correct, one.trajectories()))) for one in sampled]
         # Powers of two up to 2048, as in the field's plots; k = 1 is the accuracy.
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
@@ -292,7 +295,8 @@ def paired_gain(
     def means(trees: Sequence[Tree]) -> dict[str, float]:
         return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}
 
-    first, second = means(before), means(after)
+    first = means(before)
+    second = means(after)
     if not first or first.keys() != second.keys():
         raise ValueError(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
@@ -300,7 +304,8 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num, generator = len(differences), np.random.default_rng(seed)
+    num = len(differences)
+    generator = np.random.default_rng(seed)
     # In parts, which are those of one draw: that would take 160 kB a task.
     size = max(1, (1 << 18) // num)
     parts = [
