@@ -366,13 +366,6 @@ def test_a_turn_without_its_end_token_is_unfinished_but_no_violation(text: str) 
     assert (parsed.violation, parsed.is_complete) == (None, False)
 
 
-def test_several_calls_in_one_turn() -> None:
-    second = '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
-    parsed = form_of("qwen25").parse_step(ids_of("qwen25", f"{OK}\n{second}<|im_end|>"))
-    assert parsed.content.calls == (ToolCall("search", "q"), ToolCall("add", '{"a": 1}'))
-    assert parsed.content.thought == "t"
-
-
 def test_a_bare_call_is_a_whole_turn() -> None:
     form = form_of("llama31")
     parsed = form.parse_step(ids_of("llama31", '{"name": "add", "parameters": {"a": 1}}<|eom_id|>'))
@@ -637,15 +630,6 @@ def test_a_scripted_agent_grows_a_whole_tree(kind: str) -> None:
         1.0,
         1.0,
     ]
-
-
-def test_calls_beyond_the_limit_are_not_run() -> None:
-    tree, _ = grow("qwen25", replies_of("qwen25"), max_tool_calls=1)
-    assert [leaf.status for leaf in tree.leaves] == [Status.TRUNCATED] * 2
-    assert (
-        tree.steps[-1].stop_reason is StopReason.TOOL_CALLS
-        and tree.steps[-1].content.observations == ()
-    )
 
 
 def test_an_agent_that_writes_results_itself_is_stopped_there() -> None:

@@ -431,12 +431,6 @@ def test_a_graft_stands_in_our_tags(kind: str) -> None:
     assert tokenizer_of(kind).unk_token_id is None or kind != "word" or "<unk>" not in found
 
 
-@KINDS
-def test_a_graft_of_text_is_one_foreign_block(kind: str) -> None:
-    found = decoded(kind, format_of(kind).render_graft(["e1 <search> e2 </search> </retrieve>"]))
-    assert re.findall(r"</?[a-z]+>", found.replace("<unk>", "")) == ["<retrieve>", "</retrieve>"]
-
-
 def test_a_tool_that_the_agent_has_not_is_shown_in_no_tag() -> None:
     found = decoded(
         "byte", format_of("byte").render_graft([StepContent(calls=(ToolCall("/retrieve>", "x"),))])
@@ -511,15 +505,6 @@ def test_the_system_prompt_mentions_retrieval_where_grafts_can_occur() -> None:
 # Prompts
 
 
-def test_the_chat_template_wraps_system_prompt_and_question() -> None:
-    tokenizer, form = tokenizer_of("smollm2"), format_of("smollm2")
-    text = tokenizer.decode(form.prompt_ids(task("What is 6 * 7?")))
-    assert text.startswith("<|im_start|>system\nAnswer the user's question.")
-    assert "<python>...</python> Runs Python code." in text
-    assert text.endswith("<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n<|im_start|>assistant\n")
-    assert form.prompt_ids(task("What is 6 * 7?")) == form.prompt_ids(task("What is 6 * 7?"))
-
-
 @KINDS
 def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
     tokenizer, form = tokenizer_of(kind), format_of(kind, system_prompt="")
@@ -537,14 +522,6 @@ def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
     assert count(asked) == count("e1")
 
 
-def test_a_plain_prompt_is_the_question() -> None:
-    assert format_of("word", system_prompt="").prompt_ids(task("r1 of e1 ?")) == tuple(
-        ids_of("word", "r1 of e1 ?")
-    )
-    with_system = format_of("word", system_prompt="e9").prompt_ids(task("r1 of e1 ?"))
-    assert with_system == tuple(ids_of("word", "e9 r1 of e1 ?"))
-
-
 def test_a_prompt_beyond_the_context_is_refused_by_name() -> None:
     form = format_of("word", system_prompt="", max_context=3)
     with raises_code("prompt-too-long"):
@@ -557,11 +534,6 @@ def test_system_prompt_asks_for_thoughts_only_where_required() -> None:
     optional = tokenizer.decode(format_of("smollm2", require_think=False).prompt_ids(task("x")))
     assert "<think>" in required
     assert "<think>" not in optional
-
-
-def test_stops_are_the_closing_tags() -> None:
-    form = format_of("byte")
-    assert (form.stop, form.final) == (("</search>", "</python>"), ("</answer>",))
 
 
 def test_a_tool_cannot_take_a_tag_of_ours() -> None:

@@ -109,7 +109,8 @@ def find_given(name: str) -> Any:
 def import_path(value: Any) -> str:
     """Returns "package.module:name" where that leads to the object in any process, else an empty
     string."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return ""
     found: Any = sys.modules.get(module)

@@ -112,7 +112,8 @@ def others_as_ctrl_c() -> Iterator[None]:
         elif not got:
             got.append(signal.SIGINT)
 
-    hook, sys.unraisablehook = sys.unraisablehook, on_lost
+    hook = sys.unraisablehook
+    sys.unraisablehook = on_lost
     with _handling(OTHERS, on_signal):
         try:
             yield

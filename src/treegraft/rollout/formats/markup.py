@@ -17,7 +17,8 @@ from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
-SHORT, NUM_SHORT = 120, 8192
+SHORT = 120
+NUM_SHORT = 8192
 """Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -112,7 +113,8 @@ class MarkedFormat(ABC):
         end_ids = options.get("end_ids")
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
-        self._tools, self._given_prompt = tools, options.get("system_prompt")
+        self._tools = tools
+        self._given_prompt = options.get("system_prompt")
         self._mentions_retrieval = options.get("mentions_retrieval", False)
 
     @cached_property

@@ -198,7 +198,9 @@ class TagsFormat(MarkedFormat):
             if name == THINK:
                 reading.thought = body.strip()
             else:
-                reading.name, reading.body, reading.end = name, body, position
+                reading.name = name
+                reading.body = body
+                reading.end = position
 
     def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
         """Returns the step up to its call or answer, and the opening tag of a tool: of `tool`, or
