@@ -334,7 +334,7 @@ print([tool.name for tool in open_environments(config.environment).tools])
         ),
         (
             "from treegraft.parts import ExplorerKind\n"
-            "def register(registry):\n    registry.explorer('axpo', ExplorerKind())",
+            "def register(registry):\n    registry.explorer('axpo', ExplorerKind(make='a:b'))",
             "it registers the explorer 'axpo', a name that 'treegraft.extras.methods.axpo' has",
         ),
         (

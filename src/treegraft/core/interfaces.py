@@ -549,6 +549,11 @@ class Retrieved:
     task_id: str = ""
     """Of the first trace; where that has none, of the task asked about if it has its question."""
 
+    @property
+    def values(self) -> list[str | StepContent]:
+        """The steps of the traces."""
+        return [trace.value for trace in self.traces]
+
 
 class Retriever(Measured, Protocol):
     """Finds steps of other agents in a situation like this one."""

@@ -22,7 +22,7 @@ from importlib import metadata
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.import_paths import imported, load_object, pick
+from treegraft.core.import_paths import imported, pick
 from treegraft.core.kinds import ExplorerKind
 from treegraft.core.text import describe
 
@@ -122,7 +122,8 @@ def loaded(value: Any) -> Any:
     Raises:
         SettingError: the import path leads to nothing.
     """
-    return load_object(value) if isinstance(value, str) else value
+    # Not from the working directory: extensions are installed.
+    return imported(value) if isinstance(value, str) else value
 
 
 class Registry:

@@ -194,12 +194,11 @@ def lengths(preflight: Preflight) -> list[Finding]:
     limit = preflight.setup.config.rollout.max_completion_tokens
     call = preflight._spans(preflight._call) if preflight._call else ()
     num_call = sum(len(ids) for ids, _ in call)
-    answers = [
-        sum(len(ids) for ids, _ in preflight._spans(preflight._answering(task.reference[0])))
-        for task in preflight.tasks
-        if task.reference
-    ]
-    wanted = max(answers, default=0)
+    wanted = 0
+    for task in preflight.tasks:
+        if task.reference:
+            answer = preflight._spans(preflight._answering(task.reference[0]))
+            wanted = max(wanted, sum(len(ids) for ids, _ in answer))
     value = f"{limit} tokens; an answer takes {wanted}"
     value += f", a call with its result {num_call} or more" if call else ""
     name = "rollout.max_completion_tokens"

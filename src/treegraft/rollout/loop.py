@@ -187,13 +187,9 @@ class Grower:
             )
         return trees
 
-    def new_budget(self) -> Budget:
-        """Returns the budget of one tree."""
-        return Budget(self.limits.num_leaves)
-
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget = self.new_budget()
+        budget = Budget(self.limits.num_leaves)
         explorer = self.explorer
         with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
@@ -450,10 +446,9 @@ class _Growth:
         # Its calls are made in this path's environment first, in a copy; not attached where the
         # results differ from those in the trace, which would not be true there.
         candidates = [found, *found.others]
+        values = [one.values for one in candidates]
         with self._g.watch.waiting("environments"):
-            tried = await path.tools.rehearse(
-                [[trace.value for trace in one.traces] for one in candidates]
-            )
+            tried = await path.tools.rehearse(values)
         if tried is None:
             return False
         number, session = tried
@@ -599,17 +594,13 @@ class _Growth:
         wish = branch if branch is not None and branch.num else None
         if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
-            # branch begins.
-            fork.point = path.tools.mark(self._may_branch)
+            # branch begins. It need not be kept once no branch can be opened any more.
+            fork.point = path.tools.mark(lambda: not self._tree.budget.is_spent)
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.
         self._rounds.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
-
-    def _may_branch(self) -> bool:
-        """Whether a branch that has been proposed may still be opened."""
-        return not self._tree.budget.is_spent
 
     def _open_branches(self) -> None:
         # Again until nothing comes: a branch that is opened is one more leaf to wait for, and a

@@ -36,6 +36,10 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(kept) if kept else 0.0
 
 
+def _paths(trees: Sequence[Tree]) -> list[Trajectory]:
+    return [path for tree in trees for path in tree.trajectories()]
+
+
 def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
     return _mean(path.status is status for path in paths)
 
@@ -52,7 +56,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     Args:
         references: trees for the sampler of tasks alone, which count in rollout/num_* only.
     """
-    paths = [path for tree in trees for path in tree.trajectories()]
+    paths = _paths(trees)
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
     groups = [group for tree in trees if (group := _own_rewards(tree))]
@@ -144,11 +148,13 @@ def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
     causes = [step.cause for path in below for step in path.steps]
     depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
-    places = [{path.start_id for path in tree.trajectories()} - {ROOT_ID} for tree in trees]
+    num_places = 0
+    for tree in trees:
+        num_places += len({path.start_id for path in tree.trajectories()} - {ROOT_ID})
     metrics = {
         "restart/num_restarts": float(len(below)),
         "restart/num_whole": float(len(stored)),
-        "restart/num_places": float(sum(map(len, places))),
+        "restart/num_places": float(num_places),
     } | ({"restart/steps_mean": _mean(depths)} if depths else {})
     for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
         if rewards := [path.reward for path in group if path.reward is not None]:
@@ -198,10 +204,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         and not isinstance(explorer, Restarting)
     ):
         # Leaves that no branch took became fresh starts.
-        back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
-        num_planned = len(trees) * (num_leaves - num_starts)
-        metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / num_planned
-    paths = [path.steps for tree in trees for path in tree.trajectories()]
+        num_unused = 0
+        for tree in trees:
+            num_opened = sum(step.depth == 1 for step in tree.steps)
+            num_unused += max(0, num_opened - num_starts)
+        metrics["branch/unused_frac"] = num_unused / (len(trees) * (num_leaves - num_starts))
+    paths = [path.steps for path in _paths(trees)]
     with asking(explorer, "is_hybrid"):
         planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
     if planned:
@@ -224,11 +232,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def _pass_within(trees: Sequence[Tree]) -> dict[str, float]:
     """The share of tasks that one of their trajectories solves with at most T calls: pass@(k, T) of
     arXiv 2604.14877 with all k samples."""
-    right = [filter(_is_correct, tree.trajectories()) for tree in trees]
-    fewest = [min((path.num_tool_calls for path in paths), default=inf) for paths in right]
-    return {
-        f"eval/pass_within_{most}": _mean(num <= most for num in fewest) for most in CALL_LIMITS
-    }
+    fewest: list[float] = []
+    for tree in trees:
+        calls = [path.num_tool_calls for path in tree.trajectories() if _is_correct(path)]
+        fewest.append(min(calls, default=inf))
+    metrics: dict[str, float] = {}
+    for most in CALL_LIMITS:
+        metrics[f"eval/pass_within_{most}"] = _mean(num <= most for num in fewest)
+    return metrics
 
 
 def _is_correct(path: Trajectory) -> bool:
@@ -242,7 +253,7 @@ def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
     Args:
         name: "accuracy" (greedy) or "accuracy_sampled".
     """
-    paths = [path for tree in trees for path in tree.trajectories()]
+    paths = _paths(trees)
     groups: dict[str, list[bool]] = {}
     for path in paths:
         category = path.task.category.replace(" ", "_")
@@ -268,7 +279,7 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         if any(num > 1 for num, _ in counts):
             metrics |= _pass_within(sampled)
     every = [*(greedy or ()), *(sampled or ())]
-    paths = [path for tree in every for path in tree.trajectories()]
+    paths = _paths(every)
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)

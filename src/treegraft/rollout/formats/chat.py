@@ -329,7 +329,8 @@ class ChatFormat(MarkedFormat):
             answer = normal_answer(clean(answer, keep_controls=True))
         thought = clean(content.thought, keep_controls=True).strip()
         # Read back and compared, since a template is a program: it may trim, escape or leave out.
-        calls, wanted = ([self._arguments(call) for call in one.calls] for one in (said, content))
+        calls = [*map(self._arguments, said.calls)]
+        wanted = [*map(self._arguments, content.calls)]
         options = [(thought, answer)]
         if answer is not None and not self._answer_rule.looks_for_box:
             # Nothing parts a thought without tags from an answer without a box.
