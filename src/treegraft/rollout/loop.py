@@ -187,9 +187,13 @@ class Grower:
             )
         return trees
 
+    def new_budget(self) -> Budget:
+        """Returns the budget of one tree."""
+        return Budget(self.limits.num_leaves)
+
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget = Budget(self.limits.num_leaves)
+        budget = self.new_budget()
         explorer = self.explorer
         with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
