@@ -104,17 +104,22 @@ def test_other_lists_and_objects_are_refused(prompt: Any, code: str, tmp_path: P
         load(path, eval=[path], question_column="prompt").train_tasks()
 
 
-def test_an_unknown_role_is_told_with_the_known_ones(tmp_path: Path) -> None:
-    prompt = [{"role": "sytem", "content": "x"}, ASKED]
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (
+            [{"role": "sytem", "content": "x"}, ASKED],
+            "expected system, developer, user, .*mean 'system'",
+        ),
+        (
+            [ASKED, {"role": "assistant", "content": "42"}],
+            "nothing after the user's question; a reference",
+        ),
+    ],
+)
+def test_a_fault_of_a_conversation_is_told(prompt: Any, told: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
-    with raises_code("no-usable-row", match="expected system, developer, user, .*mean 'system'"):
-        load(path, eval=[path], question_column="prompt").train_tasks()
-
-
-def test_an_answer_after_the_question_is_told_where_it_belongs(tmp_path: Path) -> None:
-    prompt = [ASKED, {"role": "assistant", "content": "42"}]
-    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
-    with raises_code("no-usable-row", match="nothing after the user's question; a reference"):
+    with raises_code("no-usable-row", match=told):
         load(path, eval=[path], question_column="prompt").train_tasks()
 
 
