@@ -113,7 +113,7 @@ def test_settings_and_extensions() -> None:
         return [path.reward - 0.5 for path in members]
 
     registry = Registry("mine")
-    registry.explorer("mine", ExplorerKind(title="Mine", branches=True))
+    registry.explorer("mine", ExplorerKind(make="mine:make", title="Mine", branches=True))
     registry.credit("half", OutcomeKind(compare=compare))
     registry.part("tracker", "mine", "mine:Tracker", {"module": "json", "install": "mine"})
     registry.part("placement", "mine", "mine:place", {"command": "train"})

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 from treegraft.core.lazy import homes, loader
-from treegraft.core.moved import find_moved
 from treegraft.core.shown import ABOVE
 
 __version__ = "0.8.0.dev0"
@@ -30,7 +29,6 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-find_moved()
 ABOVE.update(
     {
         "text": "treegraft.view.text:as_text",

@@ -13,7 +13,6 @@ from treegraft.core import keyed as keyed
 from treegraft.core import listener as listener
 from treegraft.core import packages as packages
 from treegraft.core import spans as spans
-from treegraft.core.batches import Batcher as Batcher
 from treegraft.core.finding import Finding as Finding
 from treegraft.core.kinds import ExplorerFacts as ExplorerFacts
 from treegraft.core.kinds import ExplorerKind as ExplorerKind
@@ -70,6 +69,7 @@ from treegraft.tools.search.encoders import build_encoder as build_encoder
 from treegraft.traces import agents as agents
 from treegraft.traces import judging as judging
 from treegraft.traces import remote as remote
+from treegraft.traces.batches import Batcher as Batcher
 from treegraft.traces.fill import BufferBuild as BufferBuild
 from treegraft.view.runs import RunReader as RunReader
 from treegraft.view.trained import Trained as Trained

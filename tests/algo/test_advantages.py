@@ -14,13 +14,7 @@ from tests.support.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit, leaf_weights
 from treegraft.algo.groups import group_advantages, whitened
-from treegraft.algo.rapo import VARIANTS
-from treegraft.core.types import (
-    Leaf,
-    Origin,
-    Status,
-    Tree,
-)
+from treegraft.core.types import Leaf, Status, Tree
 
 
 def test_grpo_by_hand() -> None:
@@ -169,6 +163,16 @@ def test_truncated_leaves_count_whether_or_not_they_are_learned_from() -> None:
     assert (first.has_loss, last.has_loss) == (True, False)
 
 
+def without_credit(leaf: Leaf) -> Leaf:
+    fields = {
+        "advantage": None,
+        "outcome_advantage": None,
+        "retrieval_reward": 0.0,
+        "retrieved_frac": 0.0,
+    }
+    return replace(leaf, weight=0.0, has_loss=True, **fields)
+
+
 @given(random_trees(), st.sampled_from(["uniform", "inverse_branching"]))
 @at_most(60)
 def test_law_3_weights_sum_to_one(tree: Tree, kind: str) -> None:
@@ -185,37 +189,7 @@ def test_law_3_weights_sum_to_one(tree: Tree, kind: str) -> None:
     ]
 
 
-def without_credit(leaf: Leaf) -> Leaf:
-    fields = {
-        "advantage": None,
-        "outcome_advantage": None,
-        "retrieval_reward": 0.0,
-        "retrieved_frac": 0.0,
-    }
-    return replace(leaf, weight=0.0, has_loss=True, **fields)
-
-
 # ---------------------------------------------------------------------- grafts and shared steps
-
-
-@given(random_trees(), st.sampled_from(VARIANTS), st.floats(0, 3))
-@at_most(40)
-def test_without_grafts_the_retrieval_reward_changes_nothing(
-    tree: Tree, variant: str, weight: float
-) -> None:
-    steps = [
-        replace(s, origins=tuple(Origin.TOOL if o == Origin.RETRIEVED else o for o in s.origins))
-        for s in tree.steps
-    ]
-    plain = replace(tree, steps=tuple(steps))
-    credited = assign_credit(plain, retrieval_reward=variant, retrieval_weight=weight)  # type: ignore[arg-type]
-    assert credited == assign_credit(plain, retrieval_reward="none")
-    for leaf in credited.leaves:
-        assert (leaf.advantage, leaf.retrieval_reward, leaf.retrieved_frac) == (
-            leaf.outcome_advantage,
-            0.0,
-            0.0,
-        )
 
 
 def grafted() -> Tree:

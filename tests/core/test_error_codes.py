@@ -29,8 +29,7 @@ def raised() -> list[Any]:
 
 READ = """
 policy/test_imitation test_a_missing_file_is_told_with_the_nearest_one_that_exists
-rollout/test_messages test_an_answer_after_the_question_is_told_where_it_belongs
-rollout/test_messages test_an_unknown_role_is_told_with_the_known_ones
+rollout/test_messages test_a_fault_of_a_conversation_is_told
 distributed/test_plan test_a_rank_whose_leader_is_gone_ends
 extras/test_verl test_no_recipe_and_other_versions_are_refused
 extras/test_verl test_refused_among_verls_arguments

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -318,22 +317,6 @@ def test_law_12_grants_do_not_depend_on_arrival(seed: int, num_starts: int, extr
         luck = random.Random(seed * 3 + attempt)
         grown.append(simulate(Rounds(budget), budget, num_starts, luck, depth=3))
     assert grown[0] == grown[1] == grown[2]
-
-
-def test_arrival_orders_exhaustively_for_one_round() -> None:
-    outcomes = set()
-    for order in permutations(range(4)):
-        budget = Budget(6)
-        budget.grant(Start(4))
-        rounds = Rounds(budget)
-        for number in range(4):
-            rounds.open_start(number)
-        found: list[Any] = []
-        for number in order:
-            rounds.propose(number, 1, (0, number), branch() if number != 1 else None)
-            found += granted(rounds)
-        outcomes.add(tuple(found))
-    assert outcomes == {(((0, 0), 1), ((0, 2), 1))}
 
 
 class Forgetful:

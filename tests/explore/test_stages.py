@@ -23,7 +23,6 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.measure import unused_metrics
 from treegraft.settings.explore import ExploreSettings, GraftSettings
 from treegraft.settings.load import load_config
-from treegraft.settings.tasks import RewardSettings
 
 
 def scored_tree(rewards: Sequence[float]) -> Tree:
@@ -123,20 +122,6 @@ def test_stages_are_settings_of_explorers_that_start_all_leaves() -> None:
 def test_each_stage_has_its_share_of_hybrid_rollouts(num_hybrid: int, num_first: int) -> None:
     graft = HybridRollout(GraftSettings(num_hybrid=num_hybrid), num_leaves=16, is_spread=True)
     assert sum(graft.is_hybrid(n) for n in range(num_first)) == num_first * num_hybrid // 16
-
-
-def test_a_penalty_for_length_is_no_disagreement() -> None:
-    """Rewards 1 and 1 - 1/4, of which the difference is the penalty's."""
-    tree = scored_tree([1.0, 0.75])
-    parts = ({"overlong": 0.0}, {"overlong": -0.5})
-    leaves = zip(tree.leaves, parts, strict=True)
-    tree = replace(tree, leaves=tuple(replace(leaf, reward_parts=own) for leaf, own in leaves))
-    explore = ExploreSettings(num_leaves=4, num_first=2)
-    for penalty, num in ((0.5, 0), (0.25, 2)):
-        explorer = build_explorer(explore, vocab_size=10, penalty=penalty)
-        assert explorer.fill(tree, 4) == Start(num)
-    reward = RewardSettings(funcs=["math", "overlong"], weights=[1.0, 0.5])
-    assert (reward.penalty, RewardSettings().penalty) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.shipped import use_template
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.tools import ToolsSettings
@@ -367,13 +366,6 @@ def test_a_turn_without_its_end_token_is_unfinished_but_no_violation(text: str) 
     assert (parsed.violation, parsed.is_complete) == (None, False)
 
 
-def test_several_calls_in_one_turn() -> None:
-    second = '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>'
-    parsed = form_of("qwen25").parse_step(ids_of("qwen25", f"{OK}\n{second}<|im_end|>"))
-    assert parsed.content.calls == (ToolCall("search", "q"), ToolCall("add", '{"a": 1}'))
-    assert parsed.content.thought == "t"
-
-
 def test_a_bare_call_is_a_whole_turn() -> None:
     form = form_of("llama31")
     parsed = form.parse_step(ids_of("llama31", '{"name": "add", "parameters": {"a": 1}}<|eom_id|>'))
@@ -447,31 +439,25 @@ def test_what_no_turn_can_say_is_refused(content: StepContent) -> None:
 
 pieces = st.sampled_from(
     [
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<tool_response>",
-            "</tool_response>",
-            "<think>",
-            "</think>",
-            "<retrieve>",
-            "</retrieve>",
-        ),
-        *(
-            "<|im_end|>",
-            "<|im_start|>",
-            "<|eot_id|>",
-            "<|start_header_id|>",
-            "</result>",
-            "\n",
-            " ",
-            "<",
-            ">",
-            "/",
-            "x",
-            "\ud800",
-        ),
-        *("</ think >", "< think>", "</\ttool_response\n>", "user", '"', "\\", "{", "}"),
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "<think>",
+        "</think>",
+        "</ think >",
+        "< think>",
+        "</\ttool_response\n>",
+        "<retrieve>",
+        "</retrieve>",
+        "</result>",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|eot_id|>",
+        "<|start_header_id|>",
+        "user",
+        "\ud800",
+        *'\n <>/x"\\{}',
     ]
 )
 foreign = st.one_of(
@@ -640,15 +626,6 @@ def test_a_scripted_agent_grows_a_whole_tree(kind: str) -> None:
     ]
 
 
-def test_calls_beyond_the_limit_are_not_run() -> None:
-    tree, _ = grow("qwen25", replies_of("qwen25"), max_tool_calls=1)
-    assert [leaf.status for leaf in tree.leaves] == [Status.TRUNCATED] * 2
-    assert (
-        tree.steps[-1].stop_reason is StopReason.TOOL_CALLS
-        and tree.steps[-1].content.observations == ()
-    )
-
-
 def test_an_agent_that_writes_results_itself_is_stopped_there() -> None:
     tree, _ = grow(
         "qwen25", lambda _: f"{OK}\n<tool_response>\nfound\n</tool_response>", num_leaves=1
@@ -660,12 +637,3 @@ def test_an_agent_that_writes_results_itself_is_stopped_there() -> None:
     )
     assert "found" not in shown("qwen25", step.token_ids)
     assert hierarchical_reward(trajectories=tree.trajectories()) == [-1.0]
-
-
-def test_one_content_in_both_formats() -> None:
-    """Tag and chat agents read each other's steps: what a step says does not depend on the
-    format."""
-    content = StepContent(thought="look", calls=(ToolCall("search", "e1 r2"),))
-    tags = TagsFormat(tokenizer_of("qwen25"), TOOLS)
-    for form in (tags, form_of("qwen25"), form_of("qwen3")):
-        assert form.parse_step(form.render_step(content)[0][0]).content == content

@@ -142,12 +142,6 @@ def check_law(form: TagsFormat, content: StepContent) -> None:
     assert [origin for _, origin in spans] == [Origin.POLICY, Origin.TOOL][: len(spans)]
 
 
-@QUICK
-@given(contents(sentences, ["search"]))
-def test_words_survive_rendering(content: StepContent) -> None:
-    check_law(format_of("word"), content)
-
-
 @OPEN_KINDS
 @QUICK
 @given(data=st.data())
@@ -408,13 +402,6 @@ def test_our_own_tags_are_single_tokens_of_a_word_level_vocabulary() -> None:
     assert tokenizer.convert_tokens_to_ids("<search>") not in ids
 
 
-def test_errors_are_shown_like_results() -> None:
-    form = format_of("smollm2")
-    assert form.observation_ids([Observation(text="no", is_error=True)]) == form.observation_ids(
-        [Observation(text="no")]
-    )
-
-
 # Grafts: steps of another agent
 
 GRAFTED = StepContent(
@@ -442,12 +429,6 @@ def test_a_graft_stands_in_our_tags(kind: str) -> None:
     assert " ".join(found).startswith(text)
     assert "".join(found).endswith("<answer>\\boxed{e2}</answer></retrieve>")
     assert tokenizer_of(kind).unk_token_id is None or kind != "word" or "<unk>" not in found
-
-
-@KINDS
-def test_a_graft_of_text_is_one_foreign_block(kind: str) -> None:
-    found = decoded(kind, format_of(kind).render_graft(["e1 <search> e2 </search> </retrieve>"]))
-    assert re.findall(r"</?[a-z]+>", found.replace("<unk>", "")) == ["<retrieve>", "</retrieve>"]
 
 
 def test_a_tool_that_the_agent_has_not_is_shown_in_no_tag() -> None:
@@ -524,15 +505,6 @@ def test_the_system_prompt_mentions_retrieval_where_grafts_can_occur() -> None:
 # Prompts
 
 
-def test_the_chat_template_wraps_system_prompt_and_question() -> None:
-    tokenizer, form = tokenizer_of("smollm2"), format_of("smollm2")
-    text = tokenizer.decode(form.prompt_ids(task("What is 6 * 7?")))
-    assert text.startswith("<|im_start|>system\nAnswer the user's question.")
-    assert "<python>...</python> Runs Python code." in text
-    assert text.endswith("<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n<|im_start|>assistant\n")
-    assert form.prompt_ids(task("What is 6 * 7?")) == form.prompt_ids(task("What is 6 * 7?"))
-
-
 @KINDS
 def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
     tokenizer, form = tokenizer_of(kind), format_of(kind, system_prompt="")
@@ -550,14 +522,6 @@ def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
     assert count(asked) == count("e1")
 
 
-def test_a_plain_prompt_is_the_question() -> None:
-    assert format_of("word", system_prompt="").prompt_ids(task("r1 of e1 ?")) == tuple(
-        ids_of("word", "r1 of e1 ?")
-    )
-    with_system = format_of("word", system_prompt="e9").prompt_ids(task("r1 of e1 ?"))
-    assert with_system == tuple(ids_of("word", "e9 r1 of e1 ?"))
-
-
 def test_a_prompt_beyond_the_context_is_refused_by_name() -> None:
     form = format_of("word", system_prompt="", max_context=3)
     with raises_code("prompt-too-long"):
@@ -570,11 +534,6 @@ def test_system_prompt_asks_for_thoughts_only_where_required() -> None:
     optional = tokenizer.decode(format_of("smollm2", require_think=False).prompt_ids(task("x")))
     assert "<think>" in required
     assert "<think>" not in optional
-
-
-def test_stops_are_the_closing_tags() -> None:
-    form = format_of("byte")
-    assert (form.stop, form.final) == (("</search>", "</python>"), ("</answer>",))
 
 
 def test_a_tool_cannot_take_a_tag_of_ours() -> None:

@@ -177,19 +177,6 @@ def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
     assert tree.budget.num_tool_calls == 4
 
 
-def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
-    engine = ScriptedEngine(lambda _: ANSWER, word_tokenizer(), entropy=9.0)
-    tree = grow(
-        make(
-            branching(num_starts=1),
-            engine=engine,
-            num_leaves=5,
-        )
-    )
-    assert ids(tree) == ["0", "0.0", "0.1", "0.2", "0.3", "0.4"]
-    assert len(engine.calls) == 5
-
-
 def test_n_equal_to_m_is_grpo() -> None:
     tree = grow(
         make(
@@ -224,12 +211,6 @@ def test_children_of_a_short_budget_are_shared_between_the_rollouts() -> None:
     assert [one for one in ids(tree) if one.count(".") == 2] == [
         *("0.0.0", "0.0.1", "0.1.0", "0.1.1", "0.2.0"),
     ]
-
-
-def test_without_a_step_to_grow_from_fresh_starts_fill_up() -> None:
-    explorer = TreeSearch(TreeSearchSettings(num_starts=1, num_nodes=2))
-    tree = grow(make(explorer, lambda _: ANSWER, num_leaves=3))
-    assert ids(tree) == ["0", "0.0", "0.1", "0.2"]
 
 
 def test_steps_are_drawn_from_all_that_qualify() -> None:
@@ -325,21 +306,6 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     wanted = [step.decision.num_wanted for step in tossed.steps if step.decision is not None]
     assert all(coin.bar is not None for coin in coins)
     assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
-    tree = grow(
-        make(
-            branching(num_starts=1, num_branches=2),
-            entropy=unsure_after_results,
-        )
-    )
-    assert ids(tree) == [
-        "0",
-        "0.0",
-        "0.0.0",
-        "0.0.1",
-        "0.0.2",
-        "0.1",
-        "0.1.0",
-    ]  # Z = 2, then one fresh start
 
 
 def three_searches(path: str) -> str:
@@ -403,22 +369,6 @@ def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
     assert (
         changes == [pytest.approx(0.5 * first)] * 2
     )  # the common length is that of the shorter step, the search
-
-
-def test_an_explorer_that_fails_is_data_on_its_leaf() -> None:
-    class Broken(EntropyBranching):
-        def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-            if path.start == 0:
-                raise LookupError("no such rule")
-            return None
-
-    tree = grow(make(Broken(EntropySettings(num_starts=4, probe_tokens=1), vocab_size=100)))
-    assert [leaf.status for leaf in tree.leaves].count(Status.FAILED) == 1
-    error = tree.leaves[0].error or ""
-    assert error.startswith(
-        "SettingError: explore.explorers: 'Broken' raised LookupError in after_probe, at task"
-        f" '{TASKS[0].id}': no such rule ({__file__}, line "
-    )
 
 
 @pytest.mark.parametrize("method", ["starts", "fill", "restarts", "is_hybrid", "before_step"])
@@ -564,11 +514,6 @@ def test_grafts_never_touch_and_the_next_step_is_sampled_after_them() -> None:
     assert tree.budget.num_tool_calls == 4 * 2
 
 
-def test_no_retriever_as_in_evaluation_means_no_graft() -> None:
-    tree = grow(make(always(num_hybrid=4)))
-    assert not any(step.origin is Origin.RETRIEVED for step in tree.steps)
-
-
 def test_nothing_eligible_means_that_the_agent_goes_on() -> None:
     retriever = OneTrace(None)
     tree = grow(make(always(num_hybrid=4), retriever=retriever))
@@ -613,23 +558,6 @@ def test_a_cut_graft_has_sixteen_tokens_between_its_tags(room: int, num_tokens: 
     format = TagsFormat(word_tokenizer(), [], system_prompt="")
     found = grafted(Retrieved(traces=(trace,), similarity=1.0), format, room)
     assert len(found.token_ids if found else ()) == num_tokens
-
-
-@pytest.mark.parametrize("num_words", range(0, 60, 4))
-def test_a_graft_of_any_length_leaves_the_agent_room_to_answer(num_words: int) -> None:
-    seen = Observation(text=" ".join(["w8"] * num_words))
-    trace = Trace(
-        "w0",
-        StepContent(calls=(ToolCall("search", "w5"),), observations=(seen,)),
-        1.0,
-        "expert",
-        "t/9",
-        1,
-        False,
-    )
-    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(trace)))
-    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
-    assert sum(step.origin is Origin.RETRIEVED for step in tree.steps) == 4
 
 
 def test_grafts_do_not_count_as_agent_steps_or_calls() -> None:

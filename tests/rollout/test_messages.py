@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.rollout.test_format_chat import TOOLS, ends_of, tokenizer_of
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 from tests.support.trees import Part, build_tree
-from tests.tasks.test_datasets import DATA, load, needs_data, write
+from tests.tasks.test_datasets import load, write
 from tests.test_toolstar import save_tiny_model
 
-from treegraft.core.errors import DataError
 from treegraft.core.types import Task
-from treegraft.extras.data.check import check_data
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
@@ -109,17 +104,22 @@ def test_other_lists_and_objects_are_refused(prompt: Any, code: str, tmp_path: P
         load(path, eval=[path], question_column="prompt").train_tasks()
 
 
-def test_an_unknown_role_is_told_with_the_known_ones(tmp_path: Path) -> None:
-    prompt = [{"role": "sytem", "content": "x"}, ASKED]
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (
+            [{"role": "sytem", "content": "x"}, ASKED],
+            "expected system, developer, user, .*mean 'system'",
+        ),
+        (
+            [ASKED, {"role": "assistant", "content": "42"}],
+            "nothing after the user's question; a reference",
+        ),
+    ],
+)
+def test_a_fault_of_a_conversation_is_told(prompt: Any, told: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
-    with raises_code("no-usable-row", match="expected system, developer, user, .*mean 'system'"):
-        load(path, eval=[path], question_column="prompt").train_tasks()
-
-
-def test_an_answer_after_the_question_is_told_where_it_belongs(tmp_path: Path) -> None:
-    prompt = [ASKED, {"role": "assistant", "content": "42"}]
-    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "42"}])
-    with raises_code("no-usable-row", match="nothing after the user's question; a reference"):
+    with raises_code("no-usable-row", match=told):
         load(path, eval=[path], question_column="prompt").train_tasks()
 
 
@@ -142,39 +142,6 @@ def test_references_and_categories_are_no_objects(
     assert fine[0].reference == ("a", "b")
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@at_most(80)
-@given(question=VALUES, answer=VALUES, level=VALUES)
-def test_no_list_or_object_becomes_text(
-    question: Any, answer: Any, level: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    def words(value: Any) -> list[Any]:
-        if isinstance(value, dict | list):
-            inner = value.values() if isinstance(value, dict) else value
-            return [text for one in inner for text in words(one)]
-        return [value]
-
-    row = {"question": question, "answer": answer, "level": level}
-    path = write(tmp_path_factory.mktemp("rows") / "a.jsonl", [row])
-    source = load(path, eval=[path], category_column="level")
-    try:
-        (task,) = source.train_tasks()
-    except DataError:
-        return
-    assert task.columns == row
-    known = {str(one).strip() for one in words([question, answer, level])} | {""}
-    assert {task.question.strip(), task.category.strip(), *task.reference} <= known
-
-
 @pytest.mark.parametrize(
     ("path", "found"),
     [
@@ -192,14 +159,6 @@ def test_paths_go_into_lists(path: str, found: str | None) -> None:
     assert value == (None if found is None else (path, found))
 
 
-def test_data_commands_know_messages(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": PROMPT, "answer": "42"}])
-    found = check_data(path, [])
-    assert found.is_clean and found.files[0].question_column == "prompt"
-    (defect,) = check_data(path, [], question="prompt.0").files[0].findings
-    assert defect.kind == "question that is a list or an object"
-
-
 def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}])
     with raises_code("data-folder"):
@@ -211,26 +170,6 @@ def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
     marked = tmp_path / "marked.jsonl"
     marked.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-8-sig")
     assert load(str(marked), eval=[str(marked)]).train_tasks()[0].question == "q"
-
-
-@needs_data
-def test_verls_layout_as_it_is_published() -> None:
-    path = str(DATA / "rl" / "valid.parquet")
-    source = load(
-        path,
-        eval=[path],
-        question_column="prompt",
-        reference_column="reward_model.ground_truth",
-        category_column="ability",
-    )
-    tasks = source.train_tasks()
-    assert len(tasks) == 100
-    for task in tasks:
-        assert [one["role"] for one in task.messages] == ["system", "user"]
-        assert (
-            task.question == task.columns["extra_info"]["question"] == task.messages[1]["content"]
-        )
-        assert task.reference == (task.columns["reward_model"]["ground_truth"].strip(),)
 
 
 # ---------------------------------------------------------------------- prompts

@@ -95,18 +95,6 @@ def test_the_penalty_for_length_is_no_variance() -> None:
     assert (rounds(0.5), rounds(0.25)) == (2, 1)
 
 
-def test_rounding_of_the_penalty_is_no_variance() -> None:
-    task = Task(id="a", question="?", reference=())
-    parts = [-k / 819 for k in range(820)]
-
-    async def grow(_: Sequence[Task]) -> list[Tree]:
-        return [tree_of(task, [-1.0 + part for part in parts], overlong=parts)]
-
-    assert any(-1.0 + part - part != -1.0 for part in parts)
-    sampling = sample_rounds(lambda *_: [task], grow, size=1, max_rounds=2, penalty=1.0)
-    assert asyncio.run(sampling).num_rounds == 2
-
-
 @pytest.mark.parametrize(
     ("num", "penalty"), [(0, 0.0), (12, 0.0), (13, -0.25), (15, -0.75), (16, -1.0), (20, -1.0)]
 )

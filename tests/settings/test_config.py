@@ -548,12 +548,12 @@ def test_facts_speak_of_settings_that_exist() -> None:
 
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
     from treegraft.core.registry import CORE_NAMES
-    from treegraft.explore.build import MAKERS
+    from treegraft.settings.explore import CORE_EXPLORERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import TOOLS
 
-    tables = {"explorer": MAKERS, "tasks": TASKS, "reward": REWARDS, "tool": TOOLS}
+    tables = {"explorer": CORE_EXPLORERS, "tasks": TASKS, "reward": REWARDS, "tool": TOOLS}
     for kind, table in tables.items():
         assert CORE_NAMES[kind] == tuple(table)
     asked = {found.facts.seam for found in known_settings().values()}

@@ -81,7 +81,8 @@ def split_advantages(
     Args:
         is_own: [leaves] False for a stored trajectory.
     """
-    values, own = np.asarray(rewards, dtype=np.float64), np.asarray(is_own, dtype=bool)
+    values = np.asarray(rewards, dtype=np.float64)
+    own = np.asarray(is_own, dtype=bool)
     advantages = np.zeros_like(values)
     if not own.any():
         return advantages

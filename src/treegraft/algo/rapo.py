@@ -57,7 +57,8 @@ def retrieval_reward(
         raise ValueError(
             f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}"
         )
-    before, after = float(entropy_before), float(entropy_after)
+    before = float(entropy_before)
+    after = float(entropy_after)
     # At 0 eq. 5 has no value, but Z, at most H₋, tends to 0; rounding gives entropies just below 0.
     if before <= 0.0 or variant == "none":
         return 0.0

@@ -52,7 +52,8 @@ def tree_of_paths(
         answer_of: reads the answer of a last step; None takes it as it stands.
     """
     root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
-    steps, leaves = [plain_step(ROOT_ID, None, root)], []
+    steps = [plain_step(ROOT_ID, None, root)]
+    leaves: list[Leaf] = []
     rewards = environment_rewards or [None] * len(paths)
     for start, (path, reward) in enumerate(zip(paths, rewards, strict=True)):
         parent = ROOT_ID

@@ -17,13 +17,28 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 _OF_STORAGE = {
-    getattr(errno, name)
-    for name in (
-        *("EACCES", "EBUSY", "EDQUOT", "EEXIST", "EFBIG", "EIO", "EISDIR", "ELOOP", "EMFILE"),
-        *("ENAMETOOLONG", "ENOENT", "ENOSPC", "ENOTDIR", "ENOTEMPTY", "EPERM", "EROFS", "ESTALE"),
-        *("ETXTBSY", "EXDEV"),
-    )
-    if hasattr(errno, name)
+    getattr(errno, name, None)
+    for name in [
+        "EACCES",
+        "EBUSY",
+        "EDQUOT",
+        "EEXIST",
+        "EFBIG",
+        "EIO",
+        "EISDIR",
+        "ELOOP",
+        "EMFILE",
+        "ENAMETOOLONG",
+        "ENOENT",
+        "ENOSPC",
+        "ENOTDIR",
+        "ENOTEMPTY",
+        "EPERM",
+        "EROFS",
+        "ESTALE",
+        "ETXTBSY",
+        "EXDEV",
+    ]
 }
 """Of an OSError about files; others are of networks and processes."""
 
@@ -31,19 +46,23 @@ _OF_STORAGE = {
 def storage_fault(error: BaseException) -> str:
     """Returns the reason why a file could not be written or read, such as "No space left on device:
     '/data/x'"; "" for an error of another kind."""
-    number, place = None, ""
+    number = None
+    place = ""
     if isinstance(error, BaseExceptionGroup):
         # Tasks that fail together arrive as a group; the reader wants the cause.
         return next(filter(None, map(storage_fault, error.exceptions)), "")
     if isinstance(error, OSError):
-        number, name = error.errno, error.filename
+        number = error.errno
+        name = error.filename
         place = f": '{os.fsdecode(name)}'" if isinstance(name, str | bytes) else ""
     # Libraries in Rust (safetensors, tokenizers) have the number in their text only, and so has
     # the error of a copied folder, which lists those of its files.
     written = r"\[Errno (\d+)\]" if isinstance(error, shutil.Error) else r"\(os error (\d+)\)"
     if number is None and (found := re.search(written, str(error))):
         number = int(found[1])
-    return "" if number not in _OF_STORAGE else f"{os.strerror(number or 0)}{place}"
+    if number is None or number not in _OF_STORAGE:
+        return ""
+    return f"{os.strerror(number)}{place}"
 
 
 _number = functools.lru_cache(1 << 12)(float)
@@ -66,7 +85,8 @@ def checksum(data: bytes) -> str:
 
 def file_checksum(path: Path, size: int | None = None) -> str:
     """Returns a checksum of a file's bytes, of the first `size` where that is given."""
-    digest, left = hashlib.blake2b(digest_size=16), size
+    digest = hashlib.blake2b(digest_size=16)
+    left = size
     with path.open("rb") as file:
         while part := file.read(1 << 20 if left is None else min(left, 1 << 20)):
             digest.update(part)

@@ -103,16 +103,14 @@ def present() -> GivenObjects:
 def find_given(name: str) -> Any:
     """Returns the object of a name that begins with `GIVEN`. Raises `KeyError` where it was not
     given here."""
-    present = _PRESENT.get()
-    if present is None:
-        raise KeyError(name)
-    return present.by_name[name]
+    return present().by_name[name]
 
 
 def import_path(value: Any) -> str:
     """Returns "package.module:name" where that leads to the object in any process, else an empty
     string."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return ""
     found: Any = sys.modules.get(module)
@@ -125,30 +123,31 @@ def import_path(value: Any) -> str:
 
 def _own_name(value: Any) -> str:
     """A name for an object: its own where that is an identifier, else its class's."""
-    while isinstance(value, functools.partial):
-        value = value.func
+    value = _unwrapped(value)
     name = getattr(value, "__name__", None) or type(value).__name__
     return name if name.isidentifier() else ""
 
 
-def _qualified(value: Any) -> str:
+def _unwrapped(value: Any) -> Any:
+    """The function behind partial ones."""
     while isinstance(value, functools.partial):
         value = value.func
+    return value
+
+
+def _qualified(value: Any) -> str:
+    value = _unwrapped(value)
     owner = value if hasattr(value, "__qualname__") else type(value)
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _checksum(value: Any) -> str:
-    while isinstance(value, functools.partial):
-        value = value.func
-    text = ""
+    value = _unwrapped(value)
     if isinstance(value, Sequence | Mapping):
         text = json.dumps(value, default=repr, sort_keys=True)
     else:
         try:
-            text = inspect.getsource(
-                value if callable(value) and hasattr(value, "__qualname__") else type(value)
-            )
+            text = inspect.getsource(value if hasattr(value, "__qualname__") else type(value))
         except (OSError, TypeError):  # written in C, or typed into an interpreter without history
             return ""
     # Addresses of objects without a text of their own change with each process.

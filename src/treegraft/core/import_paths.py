@@ -145,6 +145,13 @@ def load_object(path: str) -> Any:
         # A console script does not see its working directory. Appended, it cannot shadow an
         # installed module.
         sys.path.append(directory)
+    return imported(path)
+
+
+def imported(path: str) -> Any:
+    """Returns the object at an import path from the modules that Python finds now. Raises
+    `SettingError` as `load_object` does."""
+    module_name, _, attributes = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -152,7 +159,7 @@ def load_object(path: str) -> Any:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
-                " that holds it.",
+                f" that holds it.{instead(module_name)}",
                 code="import-module-missing",
             ) from error
         raise SettingError(
@@ -160,7 +167,8 @@ def load_object(path: str) -> Any:
             f" run: pip install {(error.name or '').partition('.')[0]}",
             code="import-needs-package",
         ) from error
-    except Exception as error:
+    # Whatever foreign code raises, an exit too, the message has to name it.
+    except (Exception, SystemExit) as error:
         raise SettingError(
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}",
             code="import-failed",

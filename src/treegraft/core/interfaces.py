@@ -18,6 +18,7 @@ from treegraft.core.types import (
     Graft,
     Observation,
     Origin,
+    ParsedStep,
     PathView,
     Retry,
     Sampling,
@@ -375,21 +376,6 @@ def signature_of(tool: Tool) -> Signature:
     return Signature.of_text() if own is None else own
 
 
-class Parsed(Protocol):
-    """One step as a format has read it."""
-
-    @property
-    def content(self) -> StepContent: ...
-
-    @property
-    def violation(self) -> str | None:
-        """Which rule the step broke, in a few words; None where it broke none."""
-
-    @property
-    def is_complete(self) -> bool:
-        """False if the step broke off before a call or an answer ended."""
-
-
 class Format(Protocol):
     """How steps become tokens and back: the only place that knows markup."""
 
@@ -403,7 +389,7 @@ class Format(Protocol):
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """Returns the tokens before the first sampled one."""
 
-    def parse_step(self, token_ids: Sequence[int]) -> Parsed:
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
 
@@ -558,6 +544,11 @@ class Retrieved:
     there is no environment."""
     task_id: str = ""
     """Of the first trace; where that has none, of the task asked about if it has its question."""
+
+    @property
+    def values(self) -> list[str | StepContent]:
+        """The steps of the traces."""
+        return [trace.value for trace in self.traces]
 
 
 class Retriever(Measured, Protocol):

@@ -17,7 +17,6 @@ from treegraft.core.errors import shown_in_notebook
 
 # Imported where a loop runs: the list of commands does not wait for it.
 if TYPE_CHECKING:
-    import asyncio
     from concurrent.futures import Future
 
 LOOK_S = 0.5
@@ -113,7 +112,8 @@ def others_as_ctrl_c() -> Iterator[None]:
         elif not got:
             got.append(signal.SIGINT)
 
-    hook, sys.unraisablehook = sys.unraisablehook, on_lost
+    hook = sys.unraisablehook
+    sys.unraisablehook = on_lost
     with _handling(OTHERS, on_signal):
         try:
             yield
@@ -131,15 +131,11 @@ class Stop:
     the spot, and any other further signal changes nothing."""
 
     def __init__(self) -> None:
-        import asyncio
-
         self.is_asked = False
         self.number: int = signal.SIGINT
         """The first signal; SIGINT where code asked."""
         self._num_ctrl_c = 0
         self._is_shielded = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._event = asyncio.Event()
         self._work: Future[Any] | None = None
         """What `wait` waits for."""
 
@@ -149,8 +145,6 @@ class Stop:
         if self._work is not None:
             # Also in the middle of a wait for it: a future's lock is reentrant.
             self._work.cancel()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._event.set)
 
     def raise_if_asked(self) -> None:
         """Raises Interrupted where a stop was asked for."""
@@ -175,12 +169,6 @@ class Stop:
             doing: what the process does after the first signal, for that sentence.
             again: what a second Ctrl-C does, for that sentence.
         """
-        import asyncio
-
-        with suppress(RuntimeError):
-            self._loop = asyncio.get_running_loop()
-        if self.is_asked:
-            self._event.set()
 
         def say(text: str) -> None:
             # The terminal may be gone, or this very moment be in the middle of another line.
@@ -188,7 +176,8 @@ class Stop:
                 announce(text)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            is_first, is_ctrl_c = not self.is_asked, number == signal.SIGINT
+            is_first = not self.is_asked
+            is_ctrl_c = number == signal.SIGINT
             self._num_ctrl_c += is_ctrl_c
             if is_first:
                 self.number = number
@@ -209,8 +198,15 @@ class Stop:
     def wait(
         self, work: Future[Result], *, waits_on: object, on_heartbeat: Callable[[str], None]
     ) -> Result:
-        """Returns the result of work in another thread; arguments and errors as in `interruptible`,
-        but that the caller ends the work."""
+        """Returns the result of work in another thread.
+
+        Args:
+            waits_on: its text names what is being waited for; it may be empty.
+            on_heartbeat: gets a sentence after each HEARTBEAT_S of waiting.
+
+        Raises:
+            Interrupted: a stop was asked for first; the work is cancelled.
+        """
         from concurrent.futures import CancelledError
 
         began = said = time.monotonic()
@@ -232,43 +228,6 @@ class Stop:
             raise
         finally:
             self._work = None
-
-    async def interruptible(
-        self,
-        work: Coroutine[Any, Any, Result],
-        *,
-        waits_on: object,
-        on_heartbeat: Callable[[str], None],
-    ) -> Result:
-        """Returns the result of the work.
-
-        Args:
-            waits_on: its text names what is being waited for; it may be empty.
-            on_heartbeat: gets a sentence after each HEARTBEAT_S of waiting.
-
-        Raises:
-            Interrupted: a stop was asked for first; the work is cancelled.
-        """
-        import asyncio
-
-        task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
-        began = time.monotonic()
-        try:
-            while not (
-                await asyncio.wait(
-                    {task, stop}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
-                )
-            )[0]:
-                waits = str(waits_on) or "nothing is waited for"
-                on_heartbeat(f"not finished after {time.monotonic() - began:.0f} s: {waits}")
-            # Work that ended together with the request is not thrown away.
-            if task.done():
-                return task.result()
-            raise Interrupted
-        finally:
-            for one in (task, stop):
-                one.cancel()
-            await asyncio.wait({task, stop})
 
 
 @contextmanager

@@ -12,10 +12,6 @@ def _never(config: Any) -> bool:
     return False
 
 
-def _unmade(explore: Any, facts: ExplorerFacts) -> Any:
-    raise NotImplementedError("ExplorerKind.make: got none; expected a maker of an explorer.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExplorerFacts:
     """Facts that an explorer gets beside its settings."""
@@ -31,7 +27,7 @@ class ExplorerKind:
     """An explorer by its name in `explore.explorers`: its maker, and the facts that settings and
     checks use."""
 
-    make: Callable[[Any, ExplorerFacts], Any] | str = _unmade
+    make: Callable[[Any, ExplorerFacts], Any] | str
     """Called with the table [explore] and the facts of a run; returns an `Explorer`. Or its import
     path."""
     title: str | Callable[[Any], str] = ""

@@ -90,7 +90,8 @@ class OwnNames:
         """Args:
         host: where the server listens.
         """
-        self._app, self._host = app, host
+        self._app = app
+        self._host = host
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers with status 421 or lets the application answer."""

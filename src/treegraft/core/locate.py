@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from treegraft.core.errors import ModelError, nearest
+from treegraft.core.errors import ModelError, nearest_file
 
 HUB_TIMEOUT_S = 10.0
 
@@ -48,7 +48,7 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
     is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
     if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
         raise ModelError(
-            f"{kind} '{path}': there is no such folder{_neighbours(folder)}", code="model-missing"
+            f"{kind} '{path}': there is no such folder.{nearest_file(folder)}", code="model-missing"
         )
     return path, None
 
@@ -95,20 +95,6 @@ def _hub_problem() -> str:
     except Exception as error:
         return f"{constants.ENDPOINT} does not answer ({str(error) or type(error).__name__:.200})"
     return ""
-
-
-def _neighbours(folder: Path) -> str:
-    """Returns a hint for messages: the folders beside a missing one."""
-    if not folder.parent.is_dir():
-        return f", nor '{folder.parent}'"
-    names = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())
-    if close := nearest(folder.name, names):
-        return f".{close}"
-    return (
-        f"; '{folder.parent}' holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        if names
-        else ""
-    )
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:

@@ -41,7 +41,8 @@ class Life:
         """Opens it on the running loop."""
         self._held = held
         await held.__aenter__()
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     async def end_here(self, *error: Any) -> None:
         """Closes it again."""

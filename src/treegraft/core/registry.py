@@ -22,13 +22,10 @@ from importlib import metadata
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.import_paths import load_object, pick
+from treegraft.core.import_paths import imported, pick
 from treegraft.core.kinds import ExplorerKind
+from treegraft.core.text import describe
 
-INTERFACE: Final = 2
-"""Version of the extension interface; it grows when extensions have to be rewritten."""
-PAGE: Final = "docs/extensions.md"
-"""The page that describes it."""
 GROUP: Final = "treegraft.plugins"
 """The group of entry points that names other people's extensions."""
 SWITCH: Final = "TREEGRAFT_PLUGINS"
@@ -48,7 +45,16 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "command": (
-        *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
+        "init",
+        "train",
+        "sft",
+        "eval",
+        "run",
+        "compare",
+        "buffer",
+        "view",
+        "doctor",
+        "config",
     ),
 }
 """Names of the core by seam, which no extension may take."""
@@ -115,7 +121,8 @@ def loaded(value: Any) -> Any:
     Raises:
         SettingError: the import path leads to nothing.
     """
-    return load_object(value) if isinstance(value, str) else value
+    # Not from the working directory: extensions are installed.
+    return imported(value) if isinstance(value, str) else value
 
 
 class Registry:
@@ -123,7 +130,8 @@ class Registry:
 
     def __init__(self, owner: str) -> None:
         """Begins without entries; `owner` names the extension in messages."""
-        self.owner, self.entries = owner, list[Entry]()
+        self.owner = owner
+        self.entries: list[Entry] = []
 
     def explorer(self, name: str, kind: ExplorerKind, **brings: Unpack[Brings]) -> None:
         """Registers an explorer by its name in `explore.explorers`."""
@@ -245,10 +253,15 @@ def extensions(listed: str = "BUILT_IN") -> Extensions:
     problems: list[str] = []
     for where, owner, path in _listed(listed):
         try:
-            found = _registered_by(where, owner, path)
-            _refuse_taken(where, found, entries)
-        except SettingError as error:
-            problems.append(f"{error} {SWITCH}=off leaves other people's extensions out.")
+            found = _registered_by(owner, path)
+            _refuse_taken(found, entries)
+        # Whatever foreign code raises, an exit too, the message has to name the extension.
+        except (Exception, SystemExit) as error:
+            what = error if isinstance(error, SettingError) else f"it raised {describe(error)}."
+            problems.append(
+                f"{where}: {what} Mend it, or uninstall the extension; {SWITCH}=off leaves other"
+                " people's extensions out."
+            )
         else:
             entries += found
     return Extensions(tuple(entries), tuple(problems))
@@ -299,55 +312,14 @@ def _listed(name: str) -> Iterator[tuple[str, str, str]]:
             yield f"extension '{point.name}'{package}", point.name, point.value
 
 
-def _registered_by(where: str, owner: str, path: str) -> list[Entry]:
+def _registered_by(owner: str, path: str) -> list[Entry]:
     """The entries of one extension."""
-    module, _, attribute = path.partition(":")
     registry = Registry(owner)
-    try:
-        found = importlib.import_module(module)
-        register = getattr(found, attribute or "register", None)
-        if callable(register):
-            register(registry)
-            return registry.entries
-    # Foreign code: whatever it raises, an exit too, the message has to name the extension.
-    except (Exception, SystemExit) as error:
-        raise _failed(where, module, error) from error
-    if attribute == "plugin" or hasattr(found, "plugin"):
-        raise _former(where, "it has an object 'plugin'")
-    raise SettingError(
-        f"{where}: '{module}' has no function '{attribute or 'register'}', which registers what it"
-        f" brings (see {PAGE}); mend it, or uninstall the extension.",
-        code="plugin-object-invalid",
-    )
+    imported(path if ":" in path else f"{path}:register")(registry)
+    return registry.entries
 
 
-def _former(where: str, why: str) -> SettingError:
-    return SettingError(
-        f"{where}: it was written for another version of the extension interface, and this is"
-        f" version {INTERFACE}, see {PAGE} ({why}); take a version of the extension, or of"
-        " Treegraft, that fits the other.",
-        code="plugin-version",
-    )
-
-
-def _failed(where: str, module: str, error: BaseException) -> SettingError:
-    """What is told of an extension that cannot be imported, or that raises while it registers."""
-    if isinstance(error, ImportError | AttributeError) and "'treegraft.parts'" in str(error):
-        return _former(where, str(error).partition(" (")[0])
-    if isinstance(error, ModuleNotFoundError):
-        return SettingError(
-            f"{where}: it needs '{error.name}', which is not installed; run: pip install"
-            f" {(error.name or '').partition('.')[0]}, or uninstall the extension.",
-            code="plugin-package-missing",
-        )
-    return SettingError(
-        f"{where}: importing '{module}' failed: {type(error).__name__}: {error}; mend it, or"
-        " uninstall the extension.",
-        code="plugin-broken",
-    )
-
-
-def _refuse_taken(where: str, entries: Iterable[Entry], others: Iterable[Entry]) -> None:
+def _refuse_taken(entries: Iterable[Entry], others: Iterable[Entry]) -> None:
     """Refuses names that the core, another extension or the same one has taken."""
     owners = {(seam, name): "treegraft" for seam, names in CORE_NAMES.items() for name in names}
     owners |= {(one.seam, one.name): one.owner for one in others}
@@ -355,9 +327,8 @@ def _refuse_taken(where: str, entries: Iterable[Entry], others: Iterable[Entry])
         place = (entry.seam, entry.name)
         if place in owners:
             raise SettingError(
-                f"{where}: it registers the {entry.seam} '{entry.name}', a name that"
-                f" '{owners[place]}' has taken; expected a name of its own. Rename it, or uninstall"
-                " one of the two.",
+                f"it registers the {entry.seam} '{entry.name}', a name that '{owners[place]}' has"
+                " taken; expected a name of its own.",
                 code="plugin-name-taken",
             )
         owners[place] = entry.owner

@@ -13,6 +13,15 @@ _DRAWS = (
 )
 _SYMPTOMS = "Gone since 0.8; health.violated and health.entropy_collapse warn of a collapse."
 
+_MOVED = {
+    "evals.suites": "extras.suites.sets",
+    "study": "extras.lab.study",
+    "tasks.arithmetic": "extras.tasks.arithmetic",
+    "tasks.sokoban": "examples.environments.sokoban",
+    "tasks.verifiers": "extras.environments.verifiers.tasks",
+}
+"""Modules of 0.7 that recipes and pages named."""
+
 
 def _world(name: str, called: str) -> dict[str, str]:
     """The entries of an environment that is an example now."""
@@ -101,6 +110,7 @@ REMOVED: dict[str, str] = {
     "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
     "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
+    **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
@@ -109,7 +119,8 @@ REMOVED: dict[str, str] = {
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
 setting, of a value of one ("engine.vllm.entropies.exact") or of a table of settings
-("explore.answer_leaf"): a sentence that says since when it is gone and what takes its place."""
+("explore.answer_leaf"), or the name of a module: a sentence that says since when it is gone and
+what takes its place."""
 
 
 def instead(name: str) -> str:

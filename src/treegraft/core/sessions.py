@@ -143,7 +143,8 @@ class SharedSession:
     can_branch = True
 
     def __init__(self, runner: Runner, task: Task) -> None:
-        self._runner, self._task = runner, task
+        self._runner = runner
+        self._task = task
 
     async def __aenter__(self) -> Self:
         return self

@@ -33,7 +33,8 @@ class _Recording:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        self.place, self.folder = place, folder
+        self.place = place
+        self.folder = folder
         facts: dict[str, str | int] = {"service.name": "treegraft", "treegraft.role": role}
         facts |= {"treegraft.run": Path(folder).name, "process.pid": os.getpid()}
         # As proposed in open-telemetry/semantic-conventions-genai#88.
@@ -176,7 +177,8 @@ def end_joined() -> None:
     a later one begins another."""
     global _recording
     with _starting:
-        recording, _recording = _recording, None
+        recording = _recording
+        _recording = None
     if recording is not None:
         recording.end()
 
@@ -185,7 +187,8 @@ class Clock:
     """Seconds of the parts of an update."""
 
     def __init__(self) -> None:
-        self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._began = time.monotonic()
+        self._cpu_began = time.process_time()
         self._parts: dict[str, float] = {}
 
     @contextmanager

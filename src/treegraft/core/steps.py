@@ -29,22 +29,22 @@ def read_steps(rows: Any) -> tuple[StepContent, ...]:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: another shape.
     """
-    steps = tuple(
-        StepContent(
+    steps: list[StepContent] = []
+    for row in rows:
+        # `or ()`: files written by other programs hold null for a part that is not there.
+        calls = [
+            ToolCall(text_of(call["name"], "name"), text_of(call["body"], "body"))
+            for call in row.get("calls") or ()
+        ]
+        results = [text_of(text, "observation") for text in row.get("observations") or ()]
+        answer = row.get("answer")
+        step = StepContent(
             thought=text_of(row.get("thought") or "", "thought"),
-            # `or ()`: files written by other programs hold null for a part that is not there.
-            calls=tuple(
-                ToolCall(text_of(call["name"], "name"), text_of(call["body"], "body"))
-                for call in row.get("calls") or ()
-            ),
-            observations=tuple(
-                Observation(text=text_of(text, "observation"))
-                for text in row.get("observations") or ()
-            ),
-            answer=None if row.get("answer") is None else text_of(row["answer"], "answer"),
+            calls=tuple(calls),
+            observations=tuple(Observation(text=text) for text in results),
+            answer=None if answer is None else text_of(answer, "answer"),
         )
-        for row in rows
-    )
+        steps.append(step)
     if not steps:
         raise ValueError("no steps")
-    return steps
+    return tuple(steps)

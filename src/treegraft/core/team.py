@@ -41,7 +41,8 @@ class Team(Protocol):
 class Alone:
     """One process by itself."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather(self, values: Any) -> list[Any]:
         """Returns the values."""

@@ -35,5 +35,6 @@ def _pause() -> Callable[[int], int] | None:
     except (OSError, AttributeError):
         return None
     if function is not None:
-        function.argtypes, function.restype = (ctypes.c_int,), ctypes.c_int
+        function.argtypes = (ctypes.c_int,)
+        function.restype = ctypes.c_int
     return function

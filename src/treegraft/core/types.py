@@ -204,6 +204,23 @@ class StepContent:
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedStep:
+    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)),
+    violation=None)"""
+
+    content: StepContent
+    """The step's content; after a violation no more than its thought."""
+    violation: str | None
+    """Which rule the step broke; None where it broke none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or
+        broke a rule."""
+        return bool(self.content.calls) or self.content.answer is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One step of an off-policy agent, stored under the text before it.
 
@@ -709,14 +726,16 @@ class Tree(ShownTree):
     budget: BudgetState = BudgetState()
 
     def __post_init__(self) -> None:
-        ids, name = [step.ordinals for step in self.steps], f"tree '{self.group_id}'"
+        ids = [step.ordinals for step in self.steps]
+        name = f"tree '{self.group_id}'"
         # The learner packs trees in this order, and runs are repeatable only if it is one order.
         in_order = all(a < b for a, b in itertools.pairwise(ids))
         if not ids or self.steps[0].id != ROOT_ID or not in_order:
             raise ValueError(
                 f"{name}: steps must start with the root '0' and stand in depth-first order"
             )
-        known, parents = {one.id for one in self.steps}, {one.parent for one in self.steps}
+        known = {one.id for one in self.steps}
+        parents = {one.parent for one in self.steps}
         for step in self.steps[1:]:
             if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
                 raise ValueError(f"{name}: step '{step.id}' has no parent '{step.parent}' above it")
@@ -760,9 +779,12 @@ class Trajectory(ShownTrajectory):
             return sum(len(step.lesson_ids) for step in self.steps)
         return sum(step.num_loss_tokens for step in self.steps)
 
+    def _joined(self, column: str) -> list[Any]:
+        return [value for step in self.steps for value in getattr(step, column).tolist()]
+
     @property
     def token_ids(self) -> list[int]:
-        return [token for step in self.steps for token in step.token_ids.tolist()]
+        return self._joined("token_ids")
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -775,28 +797,27 @@ class Trajectory(ShownTrajectory):
 
     @property
     def origins(self) -> list[Origin]:
-        return [_ORIGINS[one] for step in self.steps for one in step.origins.tolist()]
+        return [_ORIGINS[one] for one in self._joined("origins")]
 
     @property
     def sampled_mask(self) -> list[bool]:
-        return [one for step in self.steps for one in step.sampled_mask.tolist()]
+        return self._joined("sampled_mask")
 
     @property
     def loss_mask(self) -> list[bool]:
-        has_loss = self.leaf.has_loss
-        return [has_loss and one for step in self.steps for one in step.loss_mask.tolist()]
+        return [self.leaf.has_loss and one for one in self._joined("loss_mask")]
 
     @property
     def sampling_logprobs(self) -> list[float]:
         """0.0 where the token was not sampled."""
-        return [value for step in self.steps for value in step.sampling_logprobs.tolist()]
+        return self._joined("sampling_logprobs")
 
     logprobs = sampling_logprobs
     """Alias of `sampling_logprobs`."""
 
     @property
     def entropies(self) -> list[float]:
-        return [value for step in self.steps for value in step.entropies.tolist()]
+        return self._joined("entropies")
 
     @property
     def token_advantages(self) -> list[float]:

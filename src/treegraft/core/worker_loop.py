@@ -26,7 +26,8 @@ def main(script: str) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    source = sys.stdin.buffer
+    sink = sys.stdout.buffer
     # Prints of a library must not stand among the answers.
     sys.stdout = sys.stderr
     answer = runpy.run_path(script)["answer"]

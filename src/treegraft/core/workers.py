@@ -95,7 +95,9 @@ class WorkerPool:
             task: completes "a process that ..." in messages.
             package: the import whose absence is the likely reason when a process does not start.
         """
-        self._script, self._task, self._package = script, task, package
+        self._script = script
+        self._task = task
+        self._package = package
         self._lock = threading.Lock()
         self._workers: set[Worker] = set()
         # Last in, first out: the processes beyond the need are never started. None stands for one
@@ -153,7 +155,8 @@ class WorkerPool:
     def close(self) -> None:
         """Ends all processes, those at work included; a later request starts new ones."""
         with self._lock:
-            workers, self._workers = self._workers, set()
+            workers = self._workers
+            self._workers = set()
         for worker in workers:
             worker.kill()
 
@@ -175,6 +178,8 @@ class Worker:
 
     def __init__(self, script: Path) -> None:
         # Not `multiprocessing`, whose children import the caller's main module or copy its memory.
+        # Nor pebble: it unpickles replies, so a worker that hostile input has taken over could run
+        # code in this process.
         self.process = subprocess.Popen(
             _command(script),
             env=_environment(),

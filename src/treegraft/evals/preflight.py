@@ -7,7 +7,7 @@ What would make every reward the same is found here, before any work.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,10 +76,9 @@ class Preflight:
         Raises:
             DataError: a prompt that cannot be made.
         """
-        found: list[Finding] = []
-        for check in CHECKS if self.tasks else ():
-            found += await check(self)
-        return found
+        if not self.tasks:
+            return []
+        return [*prompts(self), *calls(self), *lengths(self), *await references(self)]
 
     # ------------------------------------------------------------------ made steps
 
@@ -93,9 +92,8 @@ class Preflight:
     @cached_property
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
-        task = self.tasks[0]
         tools = list(self.setup.toolbox.tools.values())
-        for step in solution(self.setup.source, task, 0) or ():
+        for step in solution(self.setup.source, self.tasks[0], 0) or ():
             if step.calls and step.observations:
                 return step
         # There are no words for arguments of ours.
@@ -132,10 +130,10 @@ class Preflight:
         return next((word for word in words if word.isalnum() and word not in references), WRONG)
 
 
-async def prompts(preflight: Preflight) -> list[Finding]:
+def prompts(preflight: Preflight) -> list[Finding]:
     """Returns the lengths of prompts, and what they do not tell the agent."""
     setup = preflight.setup
-    form = preflight.setup.config.format
+    form = setup.config.format
     made = [setup.format.prompt_ids(task) for task in preflight.tasks]
     longest = max(map(len, made))
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
@@ -162,7 +160,7 @@ def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Fi
     setup = preflight.setup
     task = preflight.tasks[0]
     tokenizer = setup.tokenizer
-    unknown = setup.tokenizer.unk_token_id
+    unknown = tokenizer.unk_token_id
     num = sum(list(ids).count(unknown) for ids in made)
     if not (preflight.is_closed and num):
         return
@@ -190,27 +188,27 @@ _ADVICE_UNKNOWN = (
 )
 
 
-async def lengths(preflight: Preflight) -> list[Finding]:
+def lengths(preflight: Preflight) -> list[Finding]:
     """Returns whether a call, its result and the reference fit in a trajectory."""
     limit = preflight.setup.config.rollout.max_completion_tokens
     call = preflight._spans(preflight._call) if preflight._call else ()
     num_call = sum(len(ids) for ids, _ in call)
-    answers = [
-        sum(len(ids) for ids, _ in preflight._spans(preflight._answering(task.reference[0])))
-        for task in preflight.tasks
-        if task.reference
-    ]
-    wanted = max(answers, default=0)
+    wanted = 0
+    for task in preflight.tasks:
+        if task.reference:
+            answer = preflight._spans(preflight._answering(task.reference[0]))
+            wanted = max(wanted, sum(len(ids) for ids, _ in answer))
     value = f"{limit} tokens; an answer takes {wanted}"
     value += f", a call with its result {num_call} or more" if call else ""
-    fits = wanted <= limit
-    fits_call = wanted + num_call <= limit
-    note = "" if fits_call else "a call and an answer do not fit; raise it"
-    note = note if fits else "not even the reference's answer fits; raise it"
-    return [Finding("rollout.max_completion_tokens", value, fits, note, fits and not fits_call)]
+    name = "rollout.max_completion_tokens"
+    if wanted > limit:
+        return [Finding(name, value, False, "not even the reference's answer fits; raise it")]
+    if wanted + num_call > limit:
+        return [Finding(name, value, True, "a call and an answer do not fit; raise it", True)]
+    return [Finding(name, value)]
 
 
-async def calls(preflight: Preflight) -> list[Finding]:
+def calls(preflight: Preflight) -> list[Finding]:
     """Returns whether a call is read back as it was written."""
     step = preflight._call
     form = preflight.setup.format
@@ -239,14 +237,6 @@ async def references(preflight: Preflight) -> list[Finding]:
     scored = [(task, *pair) for task, pair in pairs if pair is not None]
     return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
 
-
-CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
-    prompts,
-    calls,
-    lengths,
-    references,
-]
-"""The checks in their order; a part of one's own may add to them."""
 
 _Scored = Sequence[tuple[Task, Leaf, Leaf]]
 

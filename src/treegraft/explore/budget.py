@@ -91,10 +91,10 @@ class Rounds:
         for number in sorted(round for round in self._wishes if round <= complete):
             # Wishes lie in the order of arrival, which latencies decide.
             wishes = sorted(self._wishes.pop(number), key=lambda wish: wish[0])
-            grants = [
-                Grant(place, self._budget.grant(branch), branch.cause, number)
-                for place, branch in wishes
-            ]
-            if granted := [grant for grant in grants if grant.num]:
+            granted = []
+            for place, branch in wishes:
+                if num := self._budget.grant(branch):
+                    granted.append(Grant(place, num, branch.cause, number))
+            if granted:
                 return granted
         return []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from treegraft.core.import_paths import make, pick
 from treegraft.core.interfaces import Explorer
 from treegraft.core.kinds import ExplorerFacts
@@ -12,10 +10,8 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.settings.explore import ExploreSettings, explorer_kinds
+from treegraft.settings.explore import CORE_EXPLORERS, ExploreSettings, explorer_kinds
 from treegraft.settings.table import value_of
-
-Maker = Callable[[ExploreSettings, ExplorerFacts], Explorer]
 
 
 def build_explorer(settings: ExploreSettings, *, vocab_size: int, penalty: float = 0.0) -> Explorer:
@@ -34,29 +30,28 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int, penalty: float
 
 
 def _one_explorer(name: str, settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
-    known = _makers(settings)
-    found = pick(name, known, "explore.explorers")
-    if name in known:
-        built_in: Explorer = loaded(known[name])(settings, facts)
+    kinds = explorer_kinds([*CORE_EXPLORERS, *settings.explorers])
+    makers = {name: kind.make for name, kind in kinds.items()}
+    found = pick(name, makers, "explore.explorers")
+    if name in makers:
+        built_in: Explorer = loaded(found)(settings, facts)
         return built_in
     explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 
 
-def _makers(settings: ExploreSettings) -> Mapping[str, Maker | str]:
-    plugged = {name: kind.make for name, kind in explorer_kinds(settings.explorers).items()}
-    return {**plugged, **MAKERS}
-
-
-def _independent(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+def make_independent(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    """Returns the explorer of GRPO."""
     return Independent().in_stages(settings.num_first, settings.fill_from, facts.penalty)
 
 
-def _entropy(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+def make_entropy(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    """Returns the explorer of ARPO."""
     return EntropyBranching(settings.entropy, vocab_size=facts.vocab_size)
 
 
-def _graft(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+def make_graft(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
+    """Returns the explorer of RAPO."""
     first = explorer_kinds(settings.explorers[:1]).values()
     hybrid = HybridRollout(
         settings.graft,
@@ -65,9 +60,6 @@ def _graft(settings: ExploreSettings, facts: ExplorerFacts) -> Explorer:
         is_spread=settings.num_first is not None or not all(one.plans_starts for one in first),
     )
     return hybrid.in_stages(settings.num_first, settings.fill_from, facts.penalty)
-
-
-MAKERS: Mapping[str, Maker] = {"independent": _independent, "entropy": _entropy, "graft": _graft}
 
 
 def num_starts(settings: ExploreSettings) -> int:

@@ -20,11 +20,14 @@ class Composed:
         self._explorers = tuple(explorers)
         # Those of `fill`, which is the first one's.
         first = explorers[0]
-        self.expands, self.retries = first.expands, first.retries
-        self.begins_answers, self.plans_starts = first.begins_answers, first.plans_starts
-        self.wants_rewards, self.has_stages = first.wants_rewards, first.has_stages
-        if isinstance(explorers[0], Restarting):
-            self.restarts = explorers[0].restarts
+        self.expands = first.expands
+        self.retries = first.retries
+        self.begins_answers = first.begins_answers
+        self.plans_starts = first.plans_starts
+        self.wants_rewards = first.wants_rewards
+        self.has_stages = first.has_stages
+        if isinstance(first, Restarting):
+            self.restarts = first.restarts
         probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
         self.probe_tokens: int | None = max(probes, default=None)
 
@@ -34,8 +37,10 @@ class Composed:
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns the first answer that is not Generate."""
-        decisions = (explorer.before_step(path) for explorer in self._explorers)
-        return next((one for one in decisions if isinstance(one, Graft)), Generate())
+        for explorer in self._explorers:
+            if isinstance(decision := explorer.before_step(path), Graft):
+                return decision
+        return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns all explorers' branches as one, with the cause of the first that wants any, else

@@ -36,16 +36,20 @@ class HybridRollout(Independent):
             num_starts: first-level rollouts that are opened at once; None means all leaves.
             is_spread: starts are opened in stages.
         """
-        self._num_starts, num_hybrid = num_starts or num_leaves, settings.num_hybrid
+        self._num_starts = num_starts or num_leaves
+        self._is_spread = is_spread
+        num_hybrid = settings.num_hybrid
         # Rounded half up, and at least one where any is asked for.
         share = (2 * self._num_starts * num_hybrid + num_leaves) // (2 * num_leaves)
-        self._num_hybrid, self._is_spread = max(share, min(num_hybrid, 1)), is_spread
-        self._probability, self._whole = settings.probability, settings.unit == "trajectory"
+        self._num_hybrid = max(share, min(num_hybrid, 1))
+        self._probability = settings.probability
+        self._whole = settings.unit == "trajectory"
 
     def is_hybrid(self, start: int) -> bool:
         """Returns whether the rollouts of this first-level ordinal may retrieve."""
         # Modulo, so that starts that fill up later are hybrid in the same share.
-        num, place = self._num_starts, start % self._num_starts
+        num = self._num_starts
+        place = start % num
         if self._is_spread:
             return (place + 1) * self._num_hybrid // num > place * self._num_hybrid // num
         return place >= num - self._num_hybrid

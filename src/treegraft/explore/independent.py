@@ -59,7 +59,9 @@ class Independent:
         """Sets the leaves of the first stage, None for one stage, their mean reward from which the
         second follows, None for any, and the weight of the reward "overlong", whose differences do
         not count; returns the explorer."""
-        self._num_first, self._fill_from, self._penalty = num_first, fill_from, penalty
+        self._num_first = num_first
+        self._fill_from = fill_from
+        self._penalty = penalty
         self.wants_rewards = self.has_stages = num_first is not None
         return self
 

@@ -40,12 +40,3 @@ WITH_COMMANDS = (
     "treegraft.extras.verl.plugin",
 )
 """Those of them that bring commands: the command line lists its commands without loading others."""
-
-MOVED = {
-    "treegraft.evals.suites": "treegraft.extras.suites.sets",
-    "treegraft.study": "treegraft.extras.lab.study",
-    "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
-    "treegraft.tasks.sokoban": "treegraft.examples.environments.sokoban",
-    "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",
-}
-"""Modules of 0.7 that recipes and pages named, and where they are now; gone with 0.9."""

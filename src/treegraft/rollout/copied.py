@@ -14,10 +14,11 @@ _SEARCHES = re.compile(r"search|retriev|browse", re.IGNORECASE)
 
 def _words(steps: Iterable[Step]) -> list[str]:
     """The text that an agent wrote in these steps."""
-    contents = [step.content for step in steps]
-    calls = [call.body for content in contents for call in content.calls]
-    answers = [content.answer or "" for content in contents]
-    return [*(content.thought for content in contents), *calls, *answers]
+    texts: list[str] = []
+    for step in steps:
+        texts += [step.content.thought, step.content.answer or ""]
+        texts += [call.body for call in step.content.calls]
+    return texts
 
 
 def _results(steps: Iterable[Step]) -> list[str]:
@@ -42,15 +43,14 @@ def answer_source(path: Trajectory) -> str | None:
     trace that is plain text counts as words.
     """
     steps = path.steps
-    grafts = [n for n, step in enumerate(steps) if step.is_graft]
+    others = [step for step in steps if step.is_graft]
     answer = path.leaf.answer
-    if not grafts or answer is None or not answer.split():
+    if not others or answer is None or not answer.split():
         return None
-    others = [steps[n] for n in grafts]
     own = [step for step in steps[1:] if step.origin is Origin.POLICY]
     # Its words only before the first graft: those after it may repeat the graft's. Results
     # of its own tools count whenever they came.
-    before = [step for step in steps[1 : grafts[0]] if step.origin is Origin.POLICY]
+    before = [step for step in own if step.depth < others[0].depth]
     if _stands_in(answer, [path.task.question, *_words(before), *_results(own)]):
         return "own"
     if _stands_in(answer, _results(others)):
@@ -79,10 +79,13 @@ def found_metrics(paths: Iterable[Trajectory]) -> dict[str, float]:
     found: dict[str, list[bool]] = {}
     for path in paths:
         answers = [answer for answer in path.task.reference if answer.split()]
+        if not answers:
+            continue
         results: dict[str, list[str]] = {}
-        for step in path.steps[1:] if answers else ():
-            calls = zip(step.content.calls, step.content.observations, strict=False)
-            for call, seen in calls if step.origin is Origin.POLICY else ():
+        for step in path.steps[1:]:
+            if step.origin is not Origin.POLICY:
+                continue
+            for call, seen in zip(step.content.calls, step.content.observations, strict=False):
                 if _SEARCHES.search(call.name) and not seen.is_error:
                     results.setdefault(call.name, []).append(seen.text)
         for name, texts in results.items():

@@ -30,7 +30,7 @@ def grafted(found: Retrieved, format: Format, room: int) -> Grafted | None:
     Args:
         room: tokens that the trajectory has left.
     """
-    values = [trace.value for trace in found.traces]
+    values = found.values
     token_ids = format.render_graft(values)
     num_whole = len(token_ids)
     if room - num_whole < MIN_CUT_GRAFT:
@@ -68,5 +68,5 @@ def _as_text(values: Sequence[str | StepContent]) -> str:
             continue
         calls = [f"{call.name} {call.body}" for call in value.calls]
         seen = [observation.text for observation in value.observations]
-        lines += filter(None, (value.thought, *calls, *seen, value.answer))
+        lines += filter(None, [value.thought, *calls, *seen, value.answer])
     return "\n".join(lines)

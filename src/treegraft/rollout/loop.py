@@ -25,7 +25,6 @@ from treegraft.core.interfaces import (
     Format,
     NoiseKey,
     Opening,
-    Parsed,
     Request,
     Restarting,
     Retrieved,
@@ -43,6 +42,7 @@ from treegraft.core.types import (
     Expand,
     Graft,
     Origin,
+    ParsedStep,
     PathView,
     Retry,
     RetryCause,
@@ -105,8 +105,12 @@ class Grower:
             SettingError: the explorer begins tool calls and the format cannot.
         """
         check_retries(explorer, format)
-        self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
-        self.limits, self.scorer = limits, scorer
+        self.engine = engine
+        self.format = format
+        self.toolbox = toolbox
+        self.explorer = explorer
+        self.limits = limits
+        self.scorer = scorer
         self.retriever = retriever
         self.watch = Watch()
         self.num_grafts_without_room = 0
@@ -149,7 +153,8 @@ class Grower:
             EngineError: the engine has died, or every trajectory of every tree failed for a reason
                 of ours.
         """
-        gate, number = asyncio.Semaphore(max_live_trees), itertools.count(1)
+        gate = asyncio.Semaphore(max_live_trees)
+        number = itertools.count(1)
 
         async def grow(task: Task) -> Tree:
             group_id = f"{group_prefix}/{task.id}"
@@ -247,7 +252,10 @@ class _Growth:
     """One tree under way: its trajectories, and the branches that they may open."""
 
     def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey, sessions: Sessions) -> None:
-        self._g, self._tree, self._key, self._sessions = grower, tree, key, sessions
+        self._g = grower
+        self._tree = tree
+        self._key = key
+        self._sessions = sessions
         self._rounds = Rounds(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
         """Where branches may be opened: a path that stands there, by the step's ordinals."""
@@ -269,7 +277,8 @@ class _Growth:
 
     def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""
-        explorer, num = self._g.explorer, self._tree.budget.max_leaves
+        explorer = self._g.explorer
+        num = self._tree.budget.max_leaves
         if self.stored is not None and isinstance(explorer, Restarting):
             with asking(explorer, "restarts", tree.task.id):
                 return explorer.restarts(tree, self.stored.stored, num, self._key)
@@ -282,7 +291,8 @@ class _Growth:
         num_granted = num_fresh = 0
         grown: list[tuple[OpenPath, Cause]] = []
         for start in starts:
-            num_granted += (granted := self._tree.budget.grant(start))
+            granted = self._tree.budget.grant(start)
+            num_granted += granted
             paths: list[tuple[OpenPath, Cause]] | None = None
             if start.below is not None and self.stored is not None and granted:
                 with self._g.watch.waiting("environments"):
@@ -333,10 +343,9 @@ class _Growth:
         ]
         if not grown:
             return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
-        for end, granted, _ in grown:
-            if end.point is not None:
-                end.point.reserve(granted)
-        paths = [(end.copy(), cause) for end, granted, cause in grown for _ in range(granted)]
+        paths: list[tuple[OpenPath, Cause]] = []
+        for end, granted, why in grown:
+            paths += [(path, why) for path in end.copies(granted)]
         await self._run_all(0, paths)
         return True
 
@@ -354,7 +363,7 @@ class _Growth:
         elif not opening:
             assert isinstance(format, Opening), "checked when the grower was made"
             opening = format.call_opening(step.written_ids, retry.tool)
-        above = None if step.parent == ROOT_ID else self._ends.get(str(step.parent))
+        above = self._ends.get(str(step.parent))
         if above is None and step.parent != ROOT_ID:
             return []
         used = len(opening) + (0 if above is None else above.num_used)
@@ -364,9 +373,7 @@ class _Growth:
         if above is None:
             paths = [tree.open_path(self._begin()) for _ in range(num)]
         else:
-            if above.point is not None:
-                above.point.reserve(num)
-            paths = [above.copy() for _ in range(num)]
+            paths = above.copies(num)
         for path in paths:
             path.opening = opening
             path.is_lesson = retry.is_lesson
@@ -382,18 +389,21 @@ class _Growth:
         Args:
             cause: why its first step is there, for a branch.
         """
-        tree, version = self._tree, self._g.engine.policy_version
+        tree = self._tree
+        version = self._g.engine.policy_version
         try:
             async with asyncio.timeout(self._g.limits.deadline_s):
                 assert path.point is not None, "a path is launched with the place it begins at"
                 with self._g.watch.waiting("environments"):
                     path.session = await path.point.open()
-                path.point, goes_on = None, True
+                path.point = None
+                goes_on = True
                 while goes_on:
                     if await self._graft(path, step_id, cause):
                         step_id = tree.next_id(path.parent)
                     if goes_on := await self._step(path, step_id, cause):
-                        step_id, cause = tree.next_id(path.parent), None
+                        step_id = tree.next_id(path.parent)
+                        cause = None
                 with self._g.watch.waiting("environments"):
                     tree.reward_path(path, await path.tools.reward())
         except Exception as error:
@@ -424,7 +434,8 @@ class _Growth:
             return False
         # The key of the step that would be sampled here, so that the coin does not depend on when
         # other paths toss theirs.
-        steps, key = self._tree.steps_to(path.parent), (*self._key, step_id)
+        steps = self._tree.steps_to(path.parent)
+        key = (*self._key, step_id)
         with asking(self._g.explorer, "before_step", self._tree.task.id):
             decision = self._g.explorer.before_step(PathView(steps, key))
         if not isinstance(decision, Graft):
@@ -439,15 +450,15 @@ class _Growth:
         # Its calls are made in this path's environment first, in a copy; not attached where the
         # results differ from those in the trace, which would not be true there.
         candidates = [found, *found.others]
+        values = [one.values for one in candidates]
         with self._g.watch.waiting("environments"):
-            tried = await path.tools.rehearse(
-                [[trace.value for trace in one.traces] for one in candidates]
-            )
+            tried = await path.tools.rehearse(values)
         if tried is None:
             return False
         number, session = tried
         found = candidates[number]
-        before, is_attached = path.tools, self._attach(path, step_id, found)
+        before = path.tools
+        is_attached = self._attach(path, step_id, found)
         if session is not before:
             (before if is_attached else session).release()
         if is_attached:
@@ -468,11 +479,14 @@ class _Growth:
 
     async def _step(self, path: OpenPath, step_id: str, cause: Cause | None) -> bool:
         """Appends one sampled step; returns whether the trajectory goes on."""
-        limits, tree, format = self._g.limits, self._tree, self._g.format
+        limits = self._g.limits
+        tree = self._tree
+        format = self._g.format
         room = limits.max_completion_tokens - path.num_used
         completion = await self._complete(path, step_id, room, can_propose=cause is None)
         parsed = format.parse_step((*path.opening, *completion.token_ids))
-        content, violation = parsed.content, parsed.violation
+        content = parsed.content
+        violation = parsed.violation
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
         status, reason = self._end_of(parsed, completion, path)
         if status is not None:
@@ -510,7 +524,8 @@ class _Growth:
     ) -> Completion:
         """Samples a step, and lets the path propose branches beside it once its first tokens are
         known."""
-        limits, format = self._g.limits, self._g.format
+        limits = self._g.limits
+        format = self._g.format
         sampling = Sampling(
             max_new_tokens=room,
             temperature=limits.temperature,
@@ -542,11 +557,12 @@ class _Growth:
         return completion
 
     def _end_of(
-        self, parsed: Parsed, completion: Completion, path: OpenPath
+        self, parsed: ParsedStep, completion: Completion, path: OpenPath
     ) -> tuple[Status | None, StopReason | None]:
         """How a step ends its trajectory (status, and the reason where it is a limit); None where
         it goes on."""
-        num_calls, limits = len(parsed.content.calls), self._g.limits
+        num_calls = len(parsed.content.calls)
+        limits = self._g.limits
         if parsed.violation is not None:
             return Status.FORMAT_VIOLATION, None
         # Before the limits: an answer with the last token or in the last step counts.
@@ -582,29 +598,20 @@ class _Growth:
         wish = branch if branch is not None and branch.num else None
         if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
-            # branch begins.
-            fork.point = path.tools.mark(self._may_branch)
+            # branch begins. It need not be kept once no branch can be opened any more.
+            fork.point = path.tools.mark(lambda: not self._tree.budget.is_spent)
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.
         self._rounds.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
 
-    def _may_branch(self) -> bool:
-        """Whether a branch that has been proposed may still be opened."""
-        return not self._tree.budget.is_spent
-
     def _open_branches(self) -> None:
         # Again until nothing comes: a branch that is opened is one more leaf to wait for, and a
         # round may be complete without it.
         while grants := self._rounds.advance():
             for grant in grants:
-                fork = self._forks[grant.place]
-                # Before the first child opens it and could be the last to need it.
-                if fork.point is not None:
-                    fork.point.reserve(grant.num)
-                for _ in range(grant.num):
-                    path = fork.copy()
+                for path in self._forks[grant.place].copies(grant.num):
                     self._rounds.open_branch(path, grant)
                     self._launch(path, grant.cause)
 
@@ -628,7 +635,8 @@ class Probe:
     def __call__(self, probe: Sequence[float]) -> None:
         if self._error is not None:
             raise self._error
-        function, self._function = self._function, None
+        function = self._function
+        self._function = None
         if function is not None:
             function(probe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import comb, inf
 
@@ -35,6 +36,10 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(kept) if kept else 0.0
 
 
+def _paths(trees: Sequence[Tree]) -> list[Trajectory]:
+    return [path for tree in trees for path in tree.trajectories()]
+
+
 def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
     return _mean(path.status is status for path in paths)
 
@@ -51,12 +56,11 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     Args:
         references: trees for the sampler of tasks alone, which count in rollout/num_* only.
     """
-    paths = [path for tree in trees for path in tree.trajectories()]
+    paths = _paths(trees)
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
     groups = [group for tree in trees if (group := _own_rewards(tree))]
-    after_prompt = [step for tree in trees for step in tree.steps[1:]]
-    num_tokens = sum(step.num_tokens for step in after_prompt)
+    counts = _counted(trees)
     grown = [*trees, *references]
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
@@ -68,10 +72,7 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
-        "rollout/retrieved_frac": (
-            sum(step.num_by(Origin.RETRIEVED) for step in after_prompt if step.is_graft)
-            / max(1, num_tokens)
-        ),
+        "rollout/retrieved_frac": counts["retrieved"] / max(1, counts["tokens"]),
         "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),
         "rollout/truncated_frac": _ended_frac(own, Status.TRUNCATED),
         "rollout/violation_frac": _ended_frac(own, Status.FORMAT_VIOLATION),
@@ -81,17 +82,11 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/num_shown_calls": float(
             sum(len(step.content.observations) for tree in grown for step in tree.steps[1:])
         ),
-        "branch/num_starts": float(
-            sum(
-                step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause)
-                for step in after_prompt
-            )
-        ),
-        "branch/num_branches": float(
-            sum(isinstance(step.cause, BranchCause) for step in after_prompt)
-        ),
+        "branch/num_starts": float(counts["starts"]),
+        "branch/num_branches": float(counts["branches"]),
     }
-    metrics |= _graft_metrics(trees, paths) | _restart_metrics(trees, paths)
+    metrics |= _graft_metrics(trees, paths)
+    metrics |= _restart_metrics(trees, paths)
     metrics |= _retry_metrics(paths)
     metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
@@ -101,14 +96,28 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     return metrics
 
 
+def _counted(trees: Sequence[Tree]) -> Counter[str]:
+    """Steps and tokens after the prompts, by what they are."""
+    found = Counter[str]()
+    for tree in trees:
+        for step in tree.steps[1:]:
+            found["tokens"] += step.num_tokens
+            if step.is_graft:
+                found["retrieved"] += step.num_by(Origin.RETRIEVED)
+            if step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause):
+                found["starts"] += 1
+            if isinstance(step.cause, BranchCause):
+                found["branches"] += 1
+    return found
+
+
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
-    causes = [
-        (tree, step.cause)
-        for tree in trees
-        for step in tree.steps
-        if isinstance(step.cause, GraftCause)
-    ]
+    causes: list[tuple[Tree, GraftCause]] = []
+    for tree in trees:
+        for step in tree.steps:
+            if isinstance(step.cause, GraftCause):
+                causes.append((tree, step.cause))
     if not causes:
         return {}
     rewards: dict[bool, list[float]] = {True: [], False: []}
@@ -139,11 +148,13 @@ def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
     causes = [step.cause for path in below for step in path.steps]
     depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
-    places = [{path.start_id for path in tree.trajectories()} - {ROOT_ID} for tree in trees]
+    num_places = 0
+    for tree in trees:
+        num_places += len({path.start_id for path in tree.trajectories()} - {ROOT_ID})
     metrics = {
         "restart/num_restarts": float(len(below)),
         "restart/num_whole": float(len(stored)),
-        "restart/num_places": float(sum(map(len, places))),
+        "restart/num_places": float(num_places),
     } | ({"restart/steps_mean": _mean(depths)} if depths else {})
     for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
         if rewards := [path.reward for path in group if path.reward is not None]:
@@ -193,10 +204,12 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         and not isinstance(explorer, Restarting)
     ):
         # Leaves that no branch took became fresh starts.
-        back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
-        num_planned = len(trees) * (num_leaves - num_starts)
-        metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / num_planned
-    paths = [path.steps for tree in trees for path in tree.trajectories()]
+        num_unused = 0
+        for tree in trees:
+            num_opened = sum(step.depth == 1 for step in tree.steps)
+            num_unused += max(0, num_opened - num_starts)
+        metrics["branch/unused_frac"] = num_unused / (len(trees) * (num_leaves - num_starts))
+    paths = [path.steps for path in _paths(trees)]
     with asking(explorer, "is_hybrid"):
         planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
     if planned:
@@ -219,11 +232,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def _pass_within(trees: Sequence[Tree]) -> dict[str, float]:
     """The share of tasks that one of their trajectories solves with at most T calls: pass@(k, T) of
     arXiv 2604.14877 with all k samples."""
-    right = [filter(_is_correct, tree.trajectories()) for tree in trees]
-    fewest = [min((path.num_tool_calls for path in paths), default=inf) for paths in right]
-    return {
-        f"eval/pass_within_{most}": _mean(num <= most for num in fewest) for most in CALL_LIMITS
-    }
+    fewest: list[float] = []
+    for tree in trees:
+        calls = [path.num_tool_calls for path in tree.trajectories() if _is_correct(path)]
+        fewest.append(min(calls, default=inf))
+    metrics: dict[str, float] = {}
+    for most in CALL_LIMITS:
+        metrics[f"eval/pass_within_{most}"] = _mean(num <= most for num in fewest)
+    return metrics
 
 
 def _is_correct(path: Trajectory) -> bool:
@@ -237,7 +253,7 @@ def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
     Args:
         name: "accuracy" (greedy) or "accuracy_sampled".
     """
-    paths = [path for tree in trees for path in tree.trajectories()]
+    paths = _paths(trees)
     groups: dict[str, list[bool]] = {}
     for path in paths:
         category = path.task.category.replace(" ", "_")
@@ -255,9 +271,7 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         metrics |= accuracy_metrics(greedy, "accuracy")
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
-        counts = [
-            (len(tree.leaves), sum(map(_is_correct, tree.trajectories()))) for tree in sampled
-        ]
+        counts = [(len(one.leaves), sum(map(_is_correct, one.trajectories()))) for one in sampled]
         # Powers of two up to 2048, as in the field's plots; k = 1 is the accuracy.
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
@@ -265,7 +279,7 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         if any(num > 1 for num, _ in counts):
             metrics |= _pass_within(sampled)
     every = [*(greedy or ()), *(sampled or ())]
-    paths = [path for tree in every for path in tree.trajectories()]
+    paths = _paths(every)
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
@@ -292,7 +306,8 @@ def paired_gain(
     def means(trees: Sequence[Tree]) -> dict[str, float]:
         return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}
 
-    first, second = means(before), means(after)
+    first = means(before)
+    second = means(after)
     if not first or first.keys() != second.keys():
         raise ValueError(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
@@ -300,7 +315,8 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num, generator = len(differences), np.random.default_rng(seed)
+    num = len(differences)
+    generator = np.random.default_rng(seed)
     # In parts, which are those of one draw: that would take 160 kB a task.
     size = max(1, (1 << 18) // num)
     parts = [

@@ -59,7 +59,10 @@ class StoredSteps:
 
     def __init__(self, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits) -> None:
         """Begins without any."""
-        self._tree, self._sessions, self._format, self._limits = tree, sessions, format, limits
+        self._tree = tree
+        self._sessions = sessions
+        self._format = format
+        self._limits = limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
         self.num_untrue = 0
         """Stored trajectories that the environment contradicted."""
@@ -151,7 +154,7 @@ class StoredSteps:
             point.reserve(num)
             path = self._appended(below.stored, shown, point)
             cause = RestartCause(rule=below.rule, num_steps=count)
-            return [(path.copy(), cause) for _ in range(num)]
+            return [(one, cause) for one in path.copies(num)]
         finally:
             session.release()
 

@@ -33,8 +33,10 @@ class Trees(list[Tree]):
         num_rounds: rounds of sampling.
         """
         super().__init__(kept)
-        self.dropped, self.references = list(dropped), list(references)
-        self.num_drawn, self.num_rounds = num_drawn, num_rounds
+        self.dropped = list(dropped)
+        self.references = list(references)
+        self.num_drawn = num_drawn
+        self.num_rounds = num_rounds
 
     @property
     def sampled(self) -> list[Tree]:
@@ -93,7 +95,8 @@ async def sample_rounds(
         grow: returns a scored tree for each task.
         penalty: weight of the reward "overlong", see `independent.rewards_vary`.
     """
-    kept, every = list[Tree](), list[Tree]()
+    kept: list[Tree] = []
+    every: list[Tree] = []
     num_drawn = num_rounds = 0
     while num_rounds < max_rounds and len(kept) < size:
         tasks = draw(num_drawn, {tree.task.id for tree in every})

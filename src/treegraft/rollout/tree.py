@@ -81,6 +81,13 @@ class OpenPath:
         own."""
         return replace(self, prefix_ids=list(self.prefix_ids), session=None)
 
+    def copies(self, num: int) -> list[OpenPath]:
+        """Returns so many copies, for which the place they begin at is kept."""
+        # Before the first of them opens it and could be the last to need it.
+        if self.point is not None:
+            self.point.reserve(num)
+        return [self.copy() for _ in range(num)]
+
 
 @dataclass(eq=False)
 class OpenTree:
@@ -141,9 +148,11 @@ class OpenTree:
     ) -> None:
         """Appends a sampled step with its results, behind the path's opening, and moves the path
         below it."""
-        opening, path.opening = path.opening, ()
+        opening = path.opening
+        path.opening = ()
         counts = [len(opening), len(completion.token_ids), len(observation_ids)]
-        forced, unscored = (0.0,) * len(opening), (0.0,) * len(observation_ids)
+        forced = (0.0,) * len(opening)
+        unscored = (0.0,) * len(observation_ids)
         self._append(
             step_id,
             path,

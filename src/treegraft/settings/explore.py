@@ -18,18 +18,26 @@ _by_threshold = when("explore.entropy.rule", "threshold")
 MADE_BY_RUN = ("expert", "self")
 """Values of buffer.path that name no file."""
 
+# By import path: settings are read without what makes explorers.
+_BUILD = "treegraft.explore.build"
 CORE_EXPLORERS: Mapping[str, ExplorerKind] = {
-    "independent": ExplorerKind(title="GRPO"),
+    "independent": ExplorerKind(title="GRPO", make=f"{_BUILD}:make_independent"),
     "entropy": ExplorerKind(
         title="ARPO",
+        make=f"{_BUILD}:make_entropy",
         leads=True,
         leaves="explore.entropy.num_starts",
         opens_at_once=True,
         branches=True,
     ),
-    "graft": ExplorerKind(title="RAPO", retrieves=True, teaches=lambda config: True),
+    "graft": ExplorerKind(
+        title="RAPO",
+        make=f"{_BUILD}:make_graft",
+        retrieves=True,
+        teaches=lambda config: True,
+    ),
 }
-"""Facts about the core's explorers; `explore.build` makes them."""
+"""The core's explorers."""
 _BY_METHOD = {str(kind.title).casefold(): name for name, kind in CORE_EXPLORERS.items()}
 
 

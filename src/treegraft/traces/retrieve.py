@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.core.batches import Batcher
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.explore import BufferSettings
+from treegraft.traces.batches import Batcher
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
 from treegraft.traces.rows import Excluded

@@ -3,6 +3,7 @@ where it stopped."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,8 +205,11 @@ class _Suite:
             with self.stop.on_signals(
                 warn, "stopping; what is done is kept", "Ctrl-C again to stop at once"
             ):
-                await self.stop.interruptible(
-                    self._all(judge), waits_on=self._agent.watch, on_heartbeat=warn
+                loop = asyncio.get_running_loop()
+                work = asyncio.run_coroutine_threadsafe(self._all(judge), loop)
+                # In a thread, where the wait cannot hold up the work.
+                await asyncio.to_thread(
+                    self.stop.wait, work, waits_on=self._agent.watch, on_heartbeat=warn
                 )
         except interrupt.Interrupted:
             return True

@@ -15,7 +15,7 @@ from treegraft.core.errors import SettingError, about
 from treegraft.core.import_paths import load_object
 from treegraft.core.interfaces import CreditRule, EntropyScorer
 from treegraft.core.kinds import OutcomeKind
-from treegraft.core.registry import loaded, registered, weighed
+from treegraft.core.registry import registered, weighed
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
@@ -140,7 +140,7 @@ def _attribution(credit: CreditSettings) -> Any:
         return name
     with about("credit.attribution"):
         entry = registered("attribution").get(name)
-        found = loaded(name) if entry is None else entry.load()
+        found = load_object(name) if entry is None else entry.load()
         if not callable(found):
             raise SettingError(
                 f"credit.attribution: '{name}' is a {type(found).__name__}; expected a function of"

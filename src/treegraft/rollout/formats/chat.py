@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, ParsedStep, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     WITHHELD,
     FormatOptions,
     MarkedFormat,
-    ParsedStep,
     Specials,
     Violation,
     clean,
@@ -194,7 +193,8 @@ class ChatFormat(MarkedFormat):
 
     def _read_calls(self, text: str) -> tuple[ToolCall, ...]:
         """The calls of a turn; `text` begins behind the first opening mark."""
-        opening, closing = self._dialect.opening, self._dialect.closing
+        opening = self._dialect.opening
+        closing = self._dialect.closing
         calls: list[ToolCall] = []
         while True:
             try:
@@ -244,7 +244,8 @@ class ChatFormat(MarkedFormat):
         kept.
         """
         ids, _ = self._before_end(token_ids)
-        text, dialect = self._decode(ids), self._dialect
+        text = self._decode(ids)
+        dialect = self._dialect
         thought, body, _ = _split_thought((THINK_OPENING if dialect.opens_thought else "") + text)
         is_tagged = thought is not None and dialect.tags_thoughts
         turn = self._template.turn("a" if is_tagged else "", [(next(iter(self._signatures)), {})])
@@ -322,12 +323,14 @@ class ChatFormat(MarkedFormat):
         """
         ids = self._encode(self._turn_text(content))
         parsed = self.parse_step(ids)
-        said, answer = parsed.content, content.answer
+        said = parsed.content
+        answer = content.answer
         if answer is not None:
             answer = normal_answer(clean(answer, keep_controls=True))
         thought = clean(content.thought, keep_controls=True).strip()
         # Read back and compared, since a template is a program: it may trim, escape or leave out.
-        calls, wanted = ([self._arguments(call) for call in one.calls] for one in (said, content))
+        calls = [*map(self._arguments, said.calls)]
+        wanted = [*map(self._arguments, content.calls)]
         options = [(thought, answer)]
         if answer is not None and not self._answer_rule.looks_for_box:
             # Nothing parts a thought without tags from an answer without a box.

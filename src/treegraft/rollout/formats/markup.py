@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, TypedDict, Unpack
 
@@ -17,7 +17,8 @@ from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
-SHORT, NUM_SHORT = 120, 8192
+SHORT = 120
+NUM_SHORT = 8192
 """Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -25,23 +26,6 @@ _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 WITHHELD = "withheld"
 """Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedStep:
-    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)),
-    violation=None)"""
-
-    content: StepContent
-    """The step's content; after a violation no more than its thought."""
-    violation: str | None
-    """Which rule the step broke; None where it broke none."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or
-        broke a rule."""
-        return bool(self.content.calls) or self.content.answer is not None
 
 
 class Violation(Exception):
@@ -129,7 +113,8 @@ class MarkedFormat(ABC):
         end_ids = options.get("end_ids")
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
-        self._tools, self._given_prompt = tools, options.get("system_prompt")
+        self._tools = tools
+        self._given_prompt = options.get("system_prompt")
         self._mentions_retrieval = options.get("mentions_retrieval", False)
 
     @cached_property

@@ -14,17 +14,16 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool
-from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, ParsedStep, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     FormatOptions,
     MarkedFormat,
-    ParsedStep,
     Specials,
     Violation,
     boxed,
@@ -35,10 +34,14 @@ from treegraft.rollout.formats.markup import (
     system_prompt_for,
 )
 
-THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
+THINK = "think"
+RESULT = "result"
+RETRIEVE = "retrieve"
+ANSWER = "answer"
 NOT_THE_AGENTS = (RESULT, RETRIEVE)
 """Tags that the agent must not write."""
-_ANY_OPENING, _ANY_CLOSING = re.compile(r"<([a-z_]+)>"), re.compile(r"</([a-z_]+)>")
+_ANY_OPENING = re.compile(r"<([a-z_]+)>")
+_ANY_CLOSING = re.compile(r"</([a-z_]+)>")
 _INFORMATION = "information"
 """Search-R1's tag for a result."""
 _NEXT_RESULT = {
@@ -114,25 +117,30 @@ class TagsFormat(MarkedFormat):
         A step that ran out of tokens breaks no rule; `is_complete` is False for it.
         """
         ids, has_ended = self._before_end(token_ids)
-        text, reading = self._decode(ids), _Reading()
+        text = self._decode(ids)
+
+        def ends_at(end: int) -> bool:
+            return shortest_prefix(self._decode, ids, text[:end]) == len(ids)
+
+        has_special = self._specials.count(ids) > 0
+        return self._parsed(text, ends_at, has_special=has_special, has_ended=has_ended)
+
+    def _parsed(
+        self, text: str, ends_at: Callable[[int], bool], *, has_special: bool, has_ended: bool
+    ) -> ParsedStep:
+        reading = _Reading()
         try:
             self._read(text, reading)
-            if reading.name is not None:
-                self._check_end(
-                    shortest_prefix(self._decode, ids, text[: reading.end]) == len(ids), reading
-                )
-            if self._specials.count(ids):
+            if reading.name is not None and not ends_at(reading.end):
+                action = "answer" if reading.name == ANSWER else "tool call"
+                raise Violation(f"text after the {action}")
+            if has_special:
                 raise Violation("a special token inside the step")
             if reading.name is None and has_ended:
                 raise Violation("ended without a tool call or an answer")
             return ParsedStep(self._said(reading), None)
         except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-
-    def _check_end(self, is_end: bool, reading: _Reading) -> None:
-        if not is_end:
-            action = "answer" if reading.name == ANSWER else "tool call"
-            raise Violation(f"text after the {action}")
 
     def _said(self, reading: _Reading) -> StepContent:
         thought = reading.thought or ""
@@ -147,16 +155,12 @@ class TagsFormat(MarkedFormat):
         `parse_step`."""
         for token in self._end_ids:
             text = text.rstrip().removesuffix(self._decode([token]))
-        reading = _Reading()
-        try:
-            self._read(text, reading)
-            if self._specials.broken(text) != text:
-                raise Violation("a special token inside the step")
-            if reading.name is not None:
-                self._check_end(not text[reading.end :].strip(), reading)
-            return ParsedStep(self._said(reading), None)
-        except Violation as violation:
-            return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
+        return self._parsed(
+            text,
+            lambda end: not text[end:].strip(),
+            has_special=self._specials.broken(text) != text,
+            has_ended=False,
+        )
 
     def _read(self, text: str, reading: _Reading) -> None:
         """Fills in `reading` up to the end of the step's action; leaves its name None where the
@@ -194,7 +198,9 @@ class TagsFormat(MarkedFormat):
             if name == THINK:
                 reading.thought = body.strip()
             else:
-                reading.name, reading.body, reading.end = name, body, position
+                reading.name = name
+                reading.body = body
+                reading.end = position
 
     def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
         """Returns the step up to its call or answer, and the opening tag of a tool: of `tool`, or
@@ -261,7 +267,8 @@ class TagsFormat(MarkedFormat):
         ]
 
     def _foreign_ids(self, text: str) -> list[int]:
-        safe, special = self.sanitized(text), self._specials.ids_with_markup
+        safe = self.sanitized(text)
+        special = self._specials.ids_with_markup
         # Each attempt keeps less of the text: a normaliser can make a mark of other characters,
         # such as full-width brackets.
         attempts = (
@@ -378,7 +385,8 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
         if is_call and not shown:
             _refuse_unknown_result(text, after, name, closings)
             continue
-        before, body = text[position : opening.start()], text[opening.end() : end].strip()
+        before = text[position : opening.start()]
+        body = text[opening.end() : end].strip()
         position = shown[-1].end() if shown else after
         thought += [before, body] if name == THINK else [before]
         if name in (THINK, RETRIEVE, shown_in):

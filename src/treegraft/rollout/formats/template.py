@@ -20,13 +20,18 @@ from typing import Any
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tokenizer
 
-THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
+THINK_OPENING = "<think>"
+THINK_CLOSING = "</think>"
 MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
 """The marks that templates put around turns, calls and results."""
 
 # Probe words that no template writes by itself.
-_TOOL, _PARAMETER, _VALUE = "zqtool", "zqparameter", "zqvalue"
-_THOUGHT, _RESULT, _ANSWER = "zqthought", "zqresult", "zqanswer"
+_TOOL = "zqtool"
+_PARAMETER = "zqparameter"
+_VALUE = "zqvalue"
+_THOUGHT = "zqthought"
+_RESULT = "zqresult"
+_ANSWER = "zqanswer"
 _DECODER = json.JSONDecoder()
 Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
@@ -127,7 +132,8 @@ class ChatTemplate:
         """
         start = self._start("?")
         message = self._agent(thought, calls, answer)
-        prompt, whole = self._asked(start, opens=True), self._asked([*start, message])
+        prompt = self._asked(start, opens=True)
+        whole = self._asked([*start, message])
         if not whole.startswith(prompt):
             raise ValueError("the template does not write this turn behind its prompt")
         turn = whole[len(prompt) :]
@@ -273,7 +279,8 @@ class ChatTemplate:
         """Checks that results are appended, the same way each time; returns the conversation so
         far."""
         path = [*start, self._dummy]
-        before, after = self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)
+        before = self._asked(path)
+        after = self._asked([*path, _result(_RESULT)], opens=True)
         if _RESULT not in after:
             raise _refusal("it has no place for a tool's result (a message of the role 'tool')")
         if not after.startswith(before):
@@ -291,7 +298,8 @@ class ChatTemplate:
             )
         path += [_result(_RESULT), self._dummy]
         # White space may differ: some templates close the last result otherwise than earlier ones.
-        first, second = _squeezed(after), _squeezed(self._asked(path))
+        first = _squeezed(after)
+        second = _squeezed(self._asked(path))
         again = _squeezed(self._asked([*path, _result(_RESULT)], opens=True))
         if not second.startswith(first) or not again.startswith(second):
             raise _refusal(
