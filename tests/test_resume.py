@@ -75,9 +75,15 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
 RARE = {
-    *("half of a warm-up checkpoint written", "in the evaluation at the start", "scoring"),
-    *("half of an index written", "in an evaluation between", "all done but the end"),
-    *("a checkpoint renamed, old ones not removed", "sampling", "learned, not published"),
+    "half of a warm-up checkpoint written",
+    "in the evaluation at the start",
+    "scoring",
+    "half of an index written",
+    "in an evaluation between",
+    "all done but the end",
+    "a checkpoint renamed, old ones not removed",
+    "sampling",
+    "learned, not published",
 }
 """Moments between two of the others, where the same files lie on the disk: for the slow tests."""
 

@@ -241,36 +241,28 @@ def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
     for line in lines:
         assert all(map(meaning, line))
     wanted = {
-        *(
-            "reward/mean",
-            "reward/std",
-            "reward/hierarchical",
-            "eval/accuracy",
-            "eval/accuracy_sampled",
-            "eval/pass_at_2",
-        ),
-        *(
-            "rollout/num_sampled_tokens",
-            "rollout/num_tool_calls",
-            "rollout/retrieved_frac",
-            "branch/num_branches",
-        ),
-        *(
-            "learn/unique_frac",
-            "learn/clip_frac",
-            "learn/entropy",
-            "learn/engine_gap",
-            "learn/grad_norm",
-            "learn/loss",
-        ),
-        *(
-            "time/rollout_s",
-            "time/learn_s",
-            "time/update_s",
-            "time/eval_s",
-            "eval/accuracy_1_hop",
-            "tools/search_calls",
-        ),
+        "reward/mean",
+        "reward/std",
+        "reward/hierarchical",
+        "eval/accuracy",
+        "eval/accuracy_sampled",
+        "eval/pass_at_2",
+        "rollout/num_sampled_tokens",
+        "rollout/num_tool_calls",
+        "rollout/retrieved_frac",
+        "branch/num_branches",
+        "learn/unique_frac",
+        "learn/clip_frac",
+        "learn/entropy",
+        "learn/engine_gap",
+        "learn/grad_norm",
+        "learn/loss",
+        "time/rollout_s",
+        "time/learn_s",
+        "time/update_s",
+        "time/eval_s",
+        "eval/accuracy_1_hop",
+        "tools/search_calls",
     }
     assert wanted <= lines[-1].keys()
     assert {"warmup/loss", "warmup/skill", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()

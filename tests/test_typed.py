@@ -36,8 +36,15 @@ def test_a_users_script_passes_mypy_strict(tmp_path: Path) -> None:
     # From another folder and without settings, as a user has it.
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "mypy", "--strict", "--config-file", ""),
-            *("--cache-dir", str(CACHE), str(SCRIPT)),
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--config-file",
+            "",
+            "--cache-dir",
+            str(CACHE),
+            str(SCRIPT),
         ],
         cwd=tmp_path,
         capture_output=True,

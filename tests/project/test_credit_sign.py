@@ -66,7 +66,9 @@ def test_contributions_are_counted_by_kind_and_sign() -> None:
                 Part.of("st", Part.of("st", Part("s", reward=1.0)), Part.of("st", Part("s"))),
             )
         ),
-        *("up", "down", "up"),
+        "up",
+        "down",
+        "up",
     )
     tree = replace(
         tree,

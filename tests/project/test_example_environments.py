@@ -330,8 +330,13 @@ def test_the_wrong_thing_loses_and_games_are_those_of_the_package() -> None:
 def test_the_expert_looks_before_it_focuses() -> None:
     path = ("go to kitchen", "focus on lamp", "focus on cup", "go to hallway", "look around")
     assert module("scienceworld").with_looks((*path, "focus on pen")) == [
-        *("go to kitchen", "look around", "focus on lamp", "focus on cup", "go to hallway"),
-        *("look around", "focus on pen"),
+        "go to kitchen",
+        "look around",
+        "focus on lamp",
+        "focus on cup",
+        "go to hallway",
+        "look around",
+        "focus on pen",
     ]
 
 

