@@ -66,7 +66,7 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known |= {"compression"}
     brought, unknown = required(), []
     for module, tree in trees().items():
-        for name in imports(tree, module) if is_core(module) else ():
+        for name in imports(tree) if is_core(module) else ():
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top == "treegraft" or top in known:
                 continue
