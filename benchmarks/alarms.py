@@ -2,12 +2,12 @@
 
 python -m benchmarks.alarms [FOLDER] [--quick]
 
-Trains the demo's agent at several learning rates, of which the higher ones ruin it, with the
-symptoms measured in every update. A run collapses at the first update at which the mean accuracy of
-three updates is below half of the best such mean before it. The table has a row for each warning:
-in how many of the runs that collapse it begins before, how many updates before in the median, and
-in how many of the other runs it begins at all, which are false alarms. FOLDER keeps the runs, and
-the same command goes on with those that are missing.
+Trains the demo's agent at several learning rates, of which the higher ones ruin it. A run collapses
+at the first update at which the mean accuracy of three updates is below half of the best such mean
+before it. The table has a row for each warning: in how many of the runs that collapse it begins
+before, how many updates before in the median, and in how many of the other runs it begins at all,
+which are false alarms. FOLDER keeps the runs, and the same command goes on with those that are
+missing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def measured(folder: Path, rate: float, seed: int, num_updates: int, num_steps: 
         "model.path": start,
         "warmup.num_steps": 0,
         "learn.lr": rate,
-        "health.symptoms_every": 1,
     }
     reader = RunReader(trained(folder / f"{rate:g}-{seed}", **settings))
     lines = [line for line in reader.clean_metrics()[0] if line["update"] > 0]

@@ -31,7 +31,7 @@ SIGNATURES = {
     "shared_advantages": "(advantages, descendants)",
     "Trace": "(key, value, reward, source, task_id, position, terminal, "
     "trajectory='', policy_version=None, question='')",
-    "TraceBuffer": "(path, encoder='minilm')",
+    "TraceBuffer": "(path, encoder='minilm', *, is_frozen=False)",
     "exact_match": "(prediction, reference)",
     "f1": "(prediction, reference)",
     "math_equal": "(prediction, reference, *, deadline_s=5.0)",

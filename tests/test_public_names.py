@@ -189,12 +189,10 @@ def test_loops() -> None:
 
     from treegraft import Session, load_config
     from treegraft.parts import (
-        Grove,
         LeafRow,
         Learner,
         NoDisplay,
         Sampling,
-        grove,
         interfaces,
         leaf_rows,
         losses,
@@ -203,8 +201,6 @@ def test_loops() -> None:
     )
 
     config = load_config("demo", ["num_leaves=4", "max_completion_tokens=24"])
-    with pytest.warns(FutureWarning):  # as a session was named until 0.8
-        assert isinstance(grove(config), Grove) and issubclass(Grove, Session)
     with Session(config) as session:
         assert isinstance(session.learner, Learner)
         trees = session.credit(session.sample(1, session.tasks[:2]))  # scored, with advantages

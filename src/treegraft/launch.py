@@ -116,7 +116,6 @@ def _session_of(run: Run, placement: Placement | None, *, warms_up_only: bool) -
         team=run.team,
         placement=placement,
         warms_up_only=warms_up_only,
-        accepts_changes=run.accepts_changes,
     )
     return Session(run.config, checkpoint=run.checkpoint, within=within)
 

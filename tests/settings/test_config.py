@@ -298,13 +298,6 @@ def test_missing_files(tmp_path: Path) -> None:
             "Did you mean 'hashing'?",
         ),
         (
-            {
-                "explore": {"explorers": ["graft"]},
-                "buffer": {"path": "b", "sources": ["expert"], "grow": {"num_best": 1}},
-            },
-            'add "self"',
-        ),
-        (
             {"explore": {"explorers": ["independent", "entropy"]}},
             'expected "entropy" in the first place',
         ),

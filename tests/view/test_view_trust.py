@@ -60,7 +60,6 @@ def test_only_plain_files_inside_are_opened(tmp_path: Path) -> None:
     "name",
     [
         "config.json",
-        "roles.json",
         "trees/updates-000000.jsonl.zst",
         "checkpoints/best/tokenizer.json",
     ],

@@ -15,7 +15,6 @@ import typer
 from treegraft.cli.commands import (
     AsJson,
     BufferOrRun,
-    command_without,
     print_rows,
     say,
     settings_alone,
@@ -70,18 +69,7 @@ def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     return rows
 
 
-_OF_IMPORT_BEFORE = {
-    "--encoder": "buffer.encoder={}",
-    "--source": "buffer.build.source={}",
-    "--keep": "buffer.build.num_best={}",
-    "--min-reward": "buffer.build.min_reward={}",
-    "--reward": 'it as "reward" in each row',
-    "--reward-column": 'the name "reward" in each row',
-    "--task-column": 'the name "task_id" in each row',
-}
-
-
-@buffer_app.command("import", cls=command_without(_OF_IMPORT_BEFORE))
+@buffer_app.command("import")
 def import_traces(
     words: Annotated[
         list[str],
@@ -178,16 +166,16 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
         found = opened.stats()
-        fingerprint = opened.fingerprint()
+        checksum = opened.checksum()
     if as_json:
-        print(json.dumps(asdict(found) | {"fingerprint": fingerprint}))
+        print(json.dumps(asdict(found) | {"checksum": checksum}))
         return
     rows = {
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
         "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
-        "file": f"{found.num_bytes / 1e6:.1f} MB, fingerprint {fingerprint}",
+        "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
     }
     if found.policy_versions is not None:
         rows["policy versions"] = "{} to {}".format(*found.policy_versions)

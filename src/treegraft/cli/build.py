@@ -31,25 +31,6 @@ if TYPE_CHECKING:
     from treegraft.traces.fill import BufferBuild
 
 COMMAND = "buffer build"
-RETIRED = {
-    "--out": "treegraft buffer build RECIPE {}",
-    "--encoder": "buffer.encoder={}",
-    "--agent": "buffer.build.agent={}",
-    "--model": "buffer.build.model={}",
-    "--source": "buffer.build.source={}",
-    "--samples": "buffer.build.num_samples={}",
-    "--keep": "buffer.build.num_best={}",
-    "--min-reward": "buffer.build.min_reward={}",
-    "--num-tasks": "buffer.build.num_tasks={}",
-    "--temperature": "buffer.build.temperature={}",
-    "--concurrency": "buffer.build.max_concurrent={}",
-    "--max-tokens": "buffer.build.max_reply_tokens={}",
-    "--timeout-s": "buffer.build.timeout_s={}",
-    "--retries": "buffer.build.max_retries={}",
-    "--api-key-env": "buffer.build.api_key_env={}",
-}
-"""Options of 0.7, with what is written in place of each."""
-
 Out = Annotated[
     str | None,
     typer.Argument(
@@ -148,12 +129,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         "attempts": f"{report.num_attempts}, {failed} failed",
         "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
         **kept_rows(report, report.num_kept),
-        "tokens": f"{report.num_tokens} in the kept steps",
     }
-    if report.num_too_long:
-        rows["too long to graft"] = (
-            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-        )
     if report.num_requests:
         rows["asked"] = (
             f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"

@@ -63,7 +63,6 @@ PARTS: Final = (
     "placement",
     "choice",
     "comparison",
-    "trial",
     "finding",
     "agent",
 )

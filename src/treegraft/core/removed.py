@@ -5,11 +5,13 @@ from __future__ import annotations
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
+_WARNING = "Gone since 0.8; the viewer draws the metric that it looked at (docs/warnings.md)."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
 _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
 )
+_SYMPTOMS = "Gone since 0.8; health.violated and health.entropy_collapse warn of a collapse."
 
 
 def _world(name: str, called: str) -> dict[str, str]:
@@ -24,10 +26,18 @@ def _world(name: str, called: str) -> dict[str, str]:
     }
 
 
+_LEARNER = (
+    "Gone since 0.8: learn.ranks = N, or torchrun, starts the learner's ranks; `ray start"
+    " --num-gpus=0` leaves them the GPUs of their machine."
+)
+
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
     "continuation": _FORCED,
     "counterfactual": _FORCED,
+    "cluster.learner_gpus": _LEARNER,
+    "cluster.learner_ranks": _LEARNER,
+    "cluster.max_restarts": "Gone since 0.8; a lost rank ends the run, and --resume goes on.",
     "credit.evidence": _EVIDENCE,
     "evidence": _EVIDENCE,
     "explore.answer_leaf": _FORCED,
@@ -63,6 +73,34 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    "buffer.sources": (
+        "Gone since 0.8: build or import a buffer of these agents alone"
+        " (buffer.build.source names an agent)."
+    ),
+    "environment.tools": (
+        "Gone since 0.8: a subclass of the environment's class has the methods that are tools, and"
+        " None in place of others."
+    ),
+    "tools.max_calls_per_s": (
+        "Gone since 0.8: tools.max_concurrent bounds the calls under way, and a refused call of a"
+        " remote tool is tried again (tools.num_retries)."
+    ),
+    "tools.replay": "Gone since 0.8: results in tools.cache_path are used wherever they are there.",
+    **{
+        f"health.{name}": _WARNING
+        for name in (
+            "answer_not_found",
+            "policy_still",
+            "one_sign",
+            "tool_failing",
+        )
+    },
+    "health.symptoms_every": _SYMPTOMS,
+    "health.success_falling": _SYMPTOMS,
+    "health.question_ignored": _SYMPTOMS,
+    "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
+    "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),

@@ -38,7 +38,6 @@ WITH_COMMANDS = (
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
     "treegraft.extras.verl.plugin",
-    "treegraft.extras.formats.plugin",
 )
 """Those of them that bring commands: the command line lists its commands without loading others."""
 

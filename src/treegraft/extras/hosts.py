@@ -4,7 +4,6 @@ adapters share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from treegraft import Config, SettingError, Tree
@@ -65,13 +64,6 @@ class Host(NamedTuple):
                 f" {self.name}, which loads models from files; name a checkpoint of `treegraft sft`"
                 " or `train`.",
                 code="host-model-path",
-            )
-        if (Path(config.model.path).expanduser() / "adapter").is_dir():
-            raise SettingError(
-                f"model.path: got '{config.model.path}', a checkpoint that keeps its adapters"
-                f" apart, expected whole weights inside {self.name}, which would load it without"
-                " them. Make the checkpoint with model.lora.merge = true.",
-                code="host-adapters-apart",
             )
         if not config.run.num_updates:
             raise SettingError(
@@ -160,13 +152,15 @@ class Host(NamedTuple):
         return rows
 
 
+_NO_TEXTS = "{} learns from what the policy sampled, and imitated texts are none of it"
 COMMON = (
     Only("loss.objective", "clip", "{}'s other losses are not those of Treegraft"),
-    Only("learn.replicate", 1, "{} divides weights among processes"),
     Only("learn.offload", False, "{} divides weights among processes"),
     Only("rollout.max_rounds", 1, "{} fixes the number of prompts of a step"),
     Only("replay.fresh_frac", 1.0, "{} generates every batch anew"),
     Only("sampler.kind", "epochs", "{} chooses the prompts of a step"),
+    Only("loss.graft_coef", 0.0, _NO_TEXTS),
+    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
     Only(
         "warmup.num_steps",
         0,

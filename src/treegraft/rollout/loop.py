@@ -501,7 +501,7 @@ class _Growth:
         add(content, observation_ids=shown)
         if self._g.explorer.expands and path.tools.can_branch:
             end = path.copy()
-            end.point = path.tools.mark(is_kept=True)
+            end.point = path.tools.mark()
             self._ends[step_id] = end
         return True
 

@@ -147,7 +147,7 @@ class StoredSteps:
             if not session.can_branch:
                 return None
             # Kept: each rollout takes a copy or a replay of its own.
-            point = session.mark(is_kept=True)
+            point = session.mark()
             point.reserve(num)
             path = self._appended(below.stored, shown, point)
             cause = RestartCause(rule=below.rule, num_steps=count)

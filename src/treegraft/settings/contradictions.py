@@ -169,12 +169,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
         )
-    if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
-        yield Contradiction(
-            ("tools.replay", "tools.cache", "tools.cache_path"),
-            "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
-            " tools.cache on.",
-        )
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -272,13 +266,6 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
     yield from unknown_encoder("buffer.encoder", settings.encoder)
-    if settings.grow.num_best and settings.sources and "self" not in settings.sources:
-        yield Contradiction(
-            ("buffer.sources", "buffer.grow.num_best"),
-            f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is"
-            f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
-            ' add "self", or set buffer.grow.num_best to 0.',
-        )
     if settings.path == "self":
         empty = 'buffer.path = "self" begins empty'
         if not settings.grow.num_best:

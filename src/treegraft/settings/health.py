@@ -36,24 +36,9 @@ class HealthSettings(Settings):
     `treegraft.runs.health`."""
 
     window: int = setting(3, ge=1)
-    """Updates that no_tool_calls, policy_still, branch_unused, graft_unused, graft_untrue and
-    answer_not_found look back on, and measurements that success_falling does; they are silent
-    before, but for branch_unused and graft_unused while there is no branch or graft at all."""
-    symptoms_every: int = setting(5, ge=0)
-    """Updates from one measurement for success_falling, question_ignored and openings_falling to
-    the next; 0 for none. It takes some forward passes and changes nothing else."""
-    success_falling: Amount = 0.01
-    """Fall of the log-probability of successful trajectories' own tokens by the update, in nats a
-    token, mean of the window, from which on to warn."""
-    question_ignored: Share = 0.1
-    """Share of the first measured learn/question_information down to which the agent counts as
-    ignoring the question."""
-    openings_falling: Share = 0.25
-    """Share of the first measured learn/open_call_prob ("calls") or learn/open_prob ("all") down to
-    which to warn."""
-    answer_not_found: Share = 0.02
-    """Share of the trajectories that searched in whose results the reference occurs, mean of the
-    window, up to which to warn."""
+    """Updates that no_tool_calls, branch_unused, graft_unused and graft_untrue look back on;
+    they are silent before, but for branch_unused and graft_unused if there is no branch or graft at
+    all."""
     no_tool_calls: Amount = 0.0
     """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling
     none."""
@@ -61,8 +46,6 @@ class HealthSettings(Settings):
     """Share of groups without variance of reward from which on to warn."""
     entropy_collapse: Share = 0.05
     """Share of the first update's entropy down to which it counts as collapsed."""
-    policy_still: Amount = 1e-9
-    """Learning rate, 0 where the gradient is, up to which the policy counts as standing still."""
     truncated: Share = 0.25
     """Share of trajectories out of tokens, steps or calls from which on to warn."""
     violated: Share = 0.5
@@ -86,11 +69,6 @@ class HealthSettings(Settings):
     engine_drift: Amount = 1.0
     """Factor on learn/engine_gap_limit above which to warn; three breaches of the limit itself end
     the run all the same."""
-    one_sign: Share = 0.99
-    """Share of the loss's contributions with advantages of one sign from which on to warn."""
-    tool_failing: Share = 0.2
-    """Rise of a tool's share of failed calls over that of all earlier updates from which on to
-    warn, if chance does not explain it (three standard errors)."""
     tool_broken: Share = 0.5
     """Share of a tool's calls that failed from which on to warn."""
     not_finite: Amount = 0.0

@@ -218,12 +218,19 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
 
 
 REMOVED: Mapping[str, Any] = {
+    "buffer.sources": [],
     "cluster.buffer_replicas": ...,
     "cluster.growers": ...,
+    "cluster.learner_gpus": 0,
+    "cluster.learner_ranks": None,
+    "cluster.max_restarts": ...,
     "cluster.tool_workers": ...,
     "engine.noise": "philox",
+    "environment.tools": [],
     "learn.sequence_parallel": 1,
     "rollout.max_staleness": 0,
+    "tools.max_calls_per_s": ...,
+    "tools.replay": ...,
 }
 """Settings that 0.7 had and this version has not, each with the value at which it changed
 nothing; `...` where none of its values changed what a run learns."""

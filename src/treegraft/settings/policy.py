@@ -138,10 +138,6 @@ class LoraSettings(Settings):
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: str | list[str] = setting("all-linear", acts="nothing")
     """Modules that get an adapter."""
-    merge: bool = True
-    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the base.
-    A run, an evaluation or an agent that begins with such a checkpoint merges them as it loads
-    it."""
 
 
 class ModelSettings(Settings):
@@ -396,16 +392,10 @@ class LearnSettings(Settings):
     price of its shared tokens."""
     vocab_chunk: int = setting(2048, ge=1)
     """Positions whose logits exist at once; of a pass with more, they are computed twice."""
-    compile_kernels: bool = True
-    """On a CPU: attention over trees by our own kernels, made once per machine with its C
-    compiler."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
     "auto" takes these (one without torchrun)."""
-    replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
-    """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
-    gathered within a group alone. It divides the number of ranks."""
     offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
     """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
     weights come to the GPU for its pass alone."""

@@ -99,7 +99,8 @@ def _best(
     found: Sequence[Stored], path: Path, settings: WarmupSettings, reasons: Counter[str]
 ) -> list[Stored]:
     """The trajectories with enough reward, and of each question the best of these."""
-    least, num_best = settings.min_reward, settings.num_best
+    least = settings.min_reward
+    num_best = settings.num_best
     if least is None and num_best is None:
         return list(found)
     rated: list[tuple[float, Stored]] = []
@@ -167,7 +168,7 @@ def lesson_book(config: Config, held: RolloutBuffer, parts: Parts) -> LessonBook
         return None
     if held.buffer is not None:
         return book_of(config, held.buffer, held.origin, parts)
-    if held.file is None or (held.is_due and not held.file.exists()):
+    if held.is_due and not held.file.exists():
         return None
     with TraceBuffer.open_as_built(held.file) as buffer:
         return book_of(config, buffer, held.origin, parts)

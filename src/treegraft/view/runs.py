@@ -23,7 +23,6 @@ from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.roles import roles_line
 from treegraft.runs.tree_files import TreePart, files_in, in_order, parts_of
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
@@ -173,7 +172,6 @@ class RunReader:
             "num_updates": total,
             "is_over": is_over,
             "is_live": is_live,
-            "roles": roles_line(self.path / "roles.json") if is_live else "",
             "last": table.last(LAST),
             "sums": {axis: values[0] for axis, values in sums.items()},
             **self._named_by(),

@@ -76,7 +76,6 @@ _NO_STATE: dict[str, Any] = {
     "is_live": False,
     "last": {},
     "sums": {},
-    "roles": "",
     "explorers": "",
     "model": "",
     "seed": "",

@@ -118,7 +118,7 @@ function liveText(run) {
   if (!run) return "";
   const progress = `update ${run.update} of ${run.num_updates}`;
   if (!run.is_live) return [h("span", { class: "dim" }, progress)];
-  return [h("b", { class: "pulse" }, "running"), ` ${progress} `, run.roles && h("span", { class: "dim" }, run.roles)];
+  return [h("b", { class: "pulse" }, "running"), ` ${progress}`];
 }
 
 // ---- the watch

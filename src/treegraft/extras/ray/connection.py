@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import Config, SettingError
-from treegraft.extras.ray.settings import ClusterSettings, cluster_settings, num_engines
+from treegraft.extras.ray.settings import cluster_settings, num_engines
 from treegraft.parts import plain
 
 TESTED = (2, 60)
-"""The version of Ray that the tests ran with; others of its first number are taken from it on."""
-ADDRESS = "TREEGRAFT_CLUSTER_ADDRESS"
-"""Environment variable of a learner's rank: the Ray cluster that it stands on."""
-NAMESPACE = "treegraft"
-REACH_S = 5.0
-"""Longest wait for a node to take a connection."""
+"""The version of Ray that the tests ran with; later ones of its first number are accepted."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -38,7 +32,7 @@ _QUIET = {
 
 
 def refuse_without_ray() -> None:
-    """Raises `SettingError` where Ray is missing or of another version."""
+    """Raises `SettingError` if Ray is missing or of another version."""
     expected = f"{TESTED[0]}.{TESTED[1]} or later of {TESTED[0]}"
     try:
         version = importlib.metadata.version("ray")
@@ -58,54 +52,28 @@ def refuse_without_ray() -> None:
 
 
 def refuse_unfit(config: Config) -> None:
-    """Refuses settings that do not fit a cluster, or what [cluster] asks for.
-
-    Raises:
-        SettingError: the first of them.
-    """
+    """Raises `SettingError` for settings that do not fit a cluster."""
     if config.engine.kind == "vllm" and config.engine.vllm.servers:
         raise SettingError(
             f"engine.vllm.servers: got {config.engine.vllm.servers} on a cluster, whose engines"
             " start servers of their own; expected none. Leave it out, or use `treegraft train`.",
             code="servers-on-cluster",
         )
-    settings, learn = cluster_settings(config), config.learn
-    count, gpus = num_engines(config), settings.server_gpus
+    count = num_engines(config)
+    gpus = cluster_settings(config).server_gpus
     if gpus and max(gpus, count) % min(gpus, count):
         raise SettingError(
             f"cluster.engines: got {count} for cluster.server_gpus = {gpus}, expected a divisor or"
             " a multiple of it, so that each engine has as many, or each GPU as many engines.",
             code="engines-invalid",
         )
-    num_ranks = settings.num_ranks
-    if settings.learner_gpus and num_ranks != settings.learner_gpus:
-        raise SettingError(
-            f"cluster.learner_ranks: got {num_ranks} beside cluster.learner_gpus ="
-            f" {settings.learner_gpus}, expected one rank on each GPU. Leave it out.",
-            code="learner-ranks-invalid",
-        )
-    if learn.ranks not in ("auto", num_ranks):
-        raise SettingError(
-            f"learn.ranks: got {learn.ranks}, but [cluster] asks for {num_ranks}; expected both to"
-            ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.',
-            code="ranks-unequal",
-        )
-    if num_ranks % learn.replicate:
-        raise SettingError(
-            f"learn.replicate: got {learn.replicate} with {num_ranks} ranks; expected a divisor of"
-            " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks.",
-            code="replicate-invalid",
-        )
 
 
 @contextmanager
-def connected(config: Config, needs: Mapping[str, float]) -> Iterator[Path]:
+def connected(config: Config) -> Iterator[Path]:
     """Connects to the cluster of `cluster.address`, checks its size, and leaves it at the end.
 
-    Yields the path of a file in run.dir, which is there as long: what every machine has to see.
-
-    Args:
-        needs: what all actors of the run take up together, by Ray's names ("CPU", "GPU").
+    Yields the path of a file in run.dir that exists as long, for machines to show that they see it.
 
     Raises:
         SettingError: settings that do not fit a cluster, no cluster at that address, or one that is
@@ -114,12 +82,15 @@ def connected(config: Config, needs: Mapping[str, float]) -> Iterator[Path]:
     refuse_unfit(config)
     refuse_without_ray()
     os.environ.update(_QUIET)
-    settings = cluster_settings(config)
-    address = os.environ.get(ADDRESS, settings.address)
+    address = cluster_settings(config).address
+    needs = {
+        "CPU": float(num_engines(config)),
+        "GPU": float(cluster_settings(config).server_gpus),
+    }
     with _local(needs) if address == "local" else _joined(address):
         import ray
 
-        _refuse_small(settings, needs, ray.cluster_resources())
+        refuse_small(address, needs, ray.cluster_resources())
         runs = Path(config.run.dir).expanduser().absolute()
         runs.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=".cluster-", dir=runs) as token:
@@ -178,9 +149,9 @@ def _join(**options: Any) -> None:
     """Connects this process, whose signals and output stay as they are."""
     import ray
 
-    kept = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(
-        namespace=NAMESPACE,
+        namespace="treegraft",
         log_to_driver=False,
         configure_logging=False,
         logging_level=logging.WARNING,
@@ -188,43 +159,19 @@ def _join(**options: Any) -> None:
     )
     if threading.current_thread() is threading.main_thread():
         # Ray's own would end this process without saving.
-        signal.signal(signal.SIGTERM, kept)
-    # Of each process that dies Ray prints pages, log_to_driver or not; the keeper says one line.
+        signal.signal(signal.SIGTERM, before)
+    # Of each process that dies Ray prints pages, log_to_driver or not; the supervisor logs a line.
     with contextlib.suppress(AttributeError):
         ray._private.engine.print_to_stdstream = lambda *_, **__: None
 
 
-def is_there(node: Mapping[str, Any]) -> bool:
-    """Returns whether a node, as `ray.nodes` describes it, takes a connection."""
-    try:
-        where = node["NodeManagerAddress"], node["NodeManagerPort"]
-        with socket.create_connection(where, REACH_S):
-            return True
-    except OSError:
-        return False
-
-
-def reachable(name: str) -> float:
-    """Returns how much of a resource the nodes have together that are there; for Ray a node that
-    is gone counts for up to half a minute more."""
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return sum(float(one["Resources"].get(name, 0.0)) for one in alive if is_there(one))
-
-
-def _refuse_small(
-    settings: ClusterSettings, needs: Mapping[str, float], has: Mapping[str, float]
-) -> None:
-    """Refuses a cluster with fewer CPUs or GPUs than the run takes up."""
-    advice = {
-        "CPU": "Lower cluster.engines, or add nodes",
-        "GPU": "Lower cluster.learner_gpus or cluster.server_gpus, or add nodes",
-    }
-    for name, least in needs.items():
-        if has.get(name, 0.0) < least:
+def refuse_small(address: str, needs: Mapping[str, float], has: Mapping[str, float]) -> None:
+    """Raises `SettingError` for a cluster with fewer CPUs or GPUs than the run needs."""
+    for name, setting in (("CPU", "cluster.engines"), ("GPU", "cluster.server_gpus")):
+        if has.get(name, 0.0) < needs[name]:
             raise SettingError(
-                f"cluster: the cluster at '{settings.address}' has {has.get(name, 0.0):g} {name}s,"
-                f" expected at least {least:g} for what [cluster] asks for. {advice[name]}.",
+                f"cluster: the cluster at '{address}' has {has.get(name, 0.0):g} {name}s, expected"
+                f" at least {needs[name]:g} for what [cluster] asks for. Lower {setting}, or add"
+                " nodes.",
                 code="cluster-too-small",
             )
