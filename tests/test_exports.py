@@ -139,8 +139,8 @@ def test_pages_and_examples_import_the_public_names_alone() -> None:
     ("module", "page"), [("treegraft", "api.md"), ("treegraft.parts", "parts.md")]
 )
 def test_every_name_is_described_and_stands_in_an_example(module: str, page: str) -> None:
-    """tests/project/test_readme.py and tests/test_public_names.py run them; mypy reads the script of
-    a user."""
+    """tests/project/test_readme.py and tests/test_public_names.py run them; mypy reads a user's
+    script."""
     public = importlib.import_module(module)
     root = SOURCE.parents[1]
     text = (root / "docs" / page).read_text(encoding="utf-8")

@@ -382,29 +382,6 @@ def test_adapters_apart_are_refused(tmp_path: Path) -> None:
         load_model(ModelSettings(path=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"model": {"lora": {"rank": 4}}},
-        {"loss": {"kl_coef": 0.1}},
-        {"model": {"dtype": "bfloat16"}},
-        {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}},
-        {"learn": {"num_epochs": 2}, "model": {"gradient_checkpointing": True}},
-    ],
-    ids=["lora", "kl", "bfloat16", "lora in bfloat16", "gradient checkpointing"],
-)
-def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"eval": {"every": 0, "at_end": False}, "warmup": {"num_steps": 8}, **tables}
-    whole = start(tmp_path, "whole", **settings)
-    half = start(tmp_path, "half", run={"num_updates": 1}, **settings)
-    train(tiny(**settings, run={"name": "half", "dir": str(tmp_path)}), resume=half.run_dir)
-    others = ("config.json", "state.json")
-    assert [
-        name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)
-    ] == []
-    assert ("learn/kl" in whole.metrics) is ("loss" in tables)
-
-
 def test_updates_without_any_variance_take_no_step_and_copy_no_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

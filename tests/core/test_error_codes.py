@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ from tests.support.error_codes import raises_code
 from tests.support.pages import builder
 
 from treegraft.core.errors import EngineError, SettingError, TreegraftError, about
-from treegraft.core.import_paths import load_object
 
 TESTS = Path(__file__).parents[1]
 
@@ -67,16 +65,6 @@ def test_an_error_keeps_its_code_between_processes() -> None:
     with pytest.raises(TreegraftError) as caught, about("run.seed"):
         raise SettingError("text", code="port-unusable")
     assert (caught.value.code, caught.value.settings) == ("port-unusable", ("run.seed",))
-
-
-def test_an_error_of_a_cluster_s_actor_keeps_its_code() -> None:
-    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    reply = load_object("treegraft.extras.ray.actors:error_reply")
-    value_of = load_object("treegraft.extras.ray.actors:value_of")
-    text = reply(EngineError("text", code="engine-died"))
-    assert json.loads(text) == {"error": "EngineError", "code": "engine-died", "text": "text"}
-    with raises_code("engine-died", kind=EngineError, match="^text$"):
-        value_of(text)
 
 
 def test_the_page_of_codes_has_them_all(raised: list[Any]) -> None:
