@@ -299,25 +299,6 @@ def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_b
     assert [file.name for file in tmp_path.iterdir()] == ["expert.sqlite"]
 
 
-def test_a_copy_finds_the_same(tmp_path: Path) -> None:
-    from treegraft import StepContent, Trace
-
-    def trace(n: int) -> Trace:
-        return Trace(f"r{n} of e1 ?", StepContent(answer=f"e{n}"), n / 4, "x", f"t{n}", 0, False)
-
-    with TraceBuffer(tmp_path / "a.sqlite", "hashing") as buffer:
-        buffer.add([trace(n) for n in range(4)], update=1)
-        buffer.evict(3, source="x", update=2)
-        buffer.copy_to(tmp_path / "b.sqlite")
-        with TraceBuffer(tmp_path / "b.sqlite", "hashing") as copy:
-            assert [*copy] == [*buffer] and len(copy) == 3
-            assert copy.search(["r2 of e1 ?"], 2) == buffer.search(["r2 of e1 ?"], 2)
-            # The marks of updates stay behind.
-            copy.add([trace(7)], update=1)
-            copy.roll_back(0)
-            assert [*copy] == [*buffer]
-
-
 def test_a_loop_s_trees_are_recorded_for_the_viewer(tmp_path: Path) -> None:
     """An update that comes again replaces itself and what followed; a model is published as it
     is."""

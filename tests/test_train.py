@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny, write_recipe
-from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
+from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch
 
 from treegraft import session
 from treegraft.core import interrupt
@@ -79,46 +77,6 @@ def start(folder: Path, name: str = "a", display: Any = None, **tables: Any) -> 
         **{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}
     )
     return train(settings, display=display)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_thread_that_changes_torchs_default_type_changes_no_bit(
-    dtype: str, tmp_path: Path
-) -> None:
-    """As transformers does while it loads a model, for the whole process."""
-    model, tokenizer = load_model(ModelSettings(path="shape:bytes"), seed=1)
-    settings = tiny(
-        run={"num_updates": 1, "dir": str(tmp_path)},
-        model={"dtype": dtype},
-        eval={"every": 0},
-        rollout={"max_completion_tokens": 16},
-        warmup={"num_steps": 2},
-    )
-    del settings["model"]["path"], settings["model"]["tiny"]
-    settings["reward"] = {"accuracy": "exact_match"}
-    is_over = threading.Event()
-
-    def flip() -> None:
-        kinds = itertools.cycle([torch.bfloat16, torch.float64, torch.float16, torch.float32])
-        while not is_over.is_set():
-            torch.set_default_dtype(next(kinds))
-            time.sleep(1e-4)
-
-    def trained(name: str) -> Path:
-        settings["run"]["name"] = name
-        given = {"model": (model, tokenizer), "rewards": [by_text]}
-        return Path(train(settings, display=False, **given).run_dir)
-
-    first = trained("a")
-    thread = threading.Thread(target=flip)
-    thread.start()
-    try:
-        second = trained("b")
-    finally:
-        is_over.set()
-        thread.join()
-        torch.set_default_dtype(torch.float32)
-    assert not differing(first, second)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -235,18 +234,3 @@ def test_steps_are_equal_by_their_values() -> None:
     assert again == step and hash(again) == hash(step) and {step: 1}[again] == 1
     assert step != replace(step, old_logprobs=None) != step
     assert step != replace(step, entropies=(0.4, 0.25, 0.0)) and step != "a step"
-
-
-def test_a_token_takes_few_bytes() -> None:
-    """Four for its id, two for origin and mask, four for each number that is said of it."""
-    num = 400
-    names = ("token_ids", "origins", "loss_mask", *FILLERS)
-    ids, scores = tuple(range(100_000, 100_000 + num)), tuple(-n / 64 for n in range(num))
-    common: dict[str, Any] = {"token_ids": ids, "sampling_logprobs": scores, "entropies": scores}
-    sampled = {"origins": (S,) * num, "loss_mask": (True,) * num}
-    step = make_step(**common, **sampled, old_logprobs=scores, ratios=scores)
-    columns = [getattr(step, name) for name in names]
-    sizes = [sys.getsizeof(column) for column in columns if column is not None]
-    assert sum(sizes) <= (6 + 4 * 4) * num + 8 * 128
-    # A number that float32 does not hold keeps all its bits.
-    assert make_step(**{**common, "entropies": (0.1,) * num}, **sampled).entropies[0] == 0.1

@@ -105,30 +105,6 @@ def test_references_of_a_clone_are_up_to_date(builder: ModuleType) -> None:
         assert written == pages[name], "run: python docs/build.py --reference"
 
 
-def test_references_hold_everything(builder: ModuleType) -> None:
-    from treegraft.runs.metrics import METRICS
-    from treegraft.settings.config import known_settings
-
-    pages = builder.references()
-    for name in known_settings():
-        table, _, last = name.rpartition(".")
-        section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
-        assert f"| `{last}` |" in section
-    assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
-    for answer in builder.all_answers():
-        for name in (*answer.trl, *answer.verl):
-            [line] = re.findall(rf"^\| `{re.escape(name)}` \| .*", pages["names"], re.M)
-            assert all(f"`{ours}`" in line for ours in answer.here) and (
-                answer.here or "none" in line
-            )
-    for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
-        assert f"## treegraft {command}\n" in pages["commands"]
-    assert (
-        "| `--resume RUN_DIR` | Run folder to continue from its latest checkpoint. |"
-        in pages["commands"]
-    )
-
-
 def templates() -> str:
     """Returns every text of the package with … where something is filled in."""
     found = []

@@ -7,8 +7,7 @@ Faults: SIGKILL; signals that ask for an end, one or several; a full disk (RLIMI
 needs no root); a read-only folder (a mount where root may, else the folders' modes); killed
 workers. Every end has to be one that the documentation names, with its sentence and without a
 traceback. The counts go to standard output; the exit code is 1 where something differs, with FOLDER
-kept. A line for each run goes to FOLDER/results.jsonl, and a campaign that was stopped goes on
-behind the last one.
+kept.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from tests.support.tiny import differing, tiny
 from tests.support.tiny_parts import PooledSearch
 from tests.test_grafted_runs import BOTH
 
-from treegraft.core.files import LineFile
 from treegraft.core.interrupt import OTHERS
 
 SETTINGS: Mapping[str, Any] = tiny(
@@ -298,19 +296,9 @@ def main() -> int:
     left = [kinds[number % len(kinds)] for number in range(chosen.num)]
     campaign.draw.shuffle(left)
     taken = [left[first : first + MAX_FAULTS] for first in range(0, len(left), MAX_FAULTS)]
-    results = LineFile(campaign.folder / "results.jsonl")
-    done = [json.loads(line) for _, line in results.lines()]
-    for number, faults in enumerate(taken[len(done) :], start=len(done)):
-        ends, wrong = campaign.ends.copy(), len(campaign.faults)
-        campaign.draw = random.Random(f"{chosen.seed}/{number}")
-        shutil.rmtree(campaign.folder / f"run-{number:03d}", ignore_errors=True)
+    for number, faults in enumerate(taken):
         campaign.run(number, faults)
-        line = {"run": number, "faults": faults, "wrong": campaign.faults[wrong:]}
-        results.append(json.dumps({**line, "ends": campaign.ends - ends}))
         print(f"run {number}: {faults}, {len(campaign.faults)} wrong", file=sys.stderr)
-    for line in done:
-        campaign.faults += line["wrong"]
-        campaign.ends.update(line["ends"])
     for fault in campaign.faults:
         print(f"wrong: {fault}")
     for what, count in sorted(campaign.ends.items()):
