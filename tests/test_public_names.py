@@ -183,54 +183,6 @@ def test_tasks_tools_and_environments() -> None:
     assert asyncio.run(run_in_thread(lambda: 2 + 2)) == 4 and WorkerPool.ask.__doc__
 
 
-def test_loops() -> None:
-    """Trees, a learner, rows, losses, and an engine over tokens of a server."""
-    import torch
-
-    from treegraft import Session, load_config
-    from treegraft.parts import (
-        LeafRow,
-        Learner,
-        NoDisplay,
-        Sampling,
-        interfaces,
-        leaf_rows,
-        losses,
-        objectives,
-        served,
-    )
-
-    config = load_config("demo", ["num_leaves=4", "max_completion_tokens=24"])
-    with Session(config) as session:
-        assert isinstance(session.learner, Learner)
-        trees = session.credit(session.sample(1, session.tasks[:2]))  # scored, with advantages
-        # An engine over somebody else's servers: a `Draft` says where a completion ends.
-        request = interfaces.Request((3, 4), Sampling(max_new_tokens=8), noise_key=("t",))
-        stops, kind = served.StopFinder(session.tokenizer), served.EntropyKind.TOP_K
-        begun = served.Draft(stops, frozenset({0}), request, 8, kind)
-        begun.take(served.TokenReply([5, 0], [-0.1, -0.3], [0.2, 0.1]))
-        assert begun.finish == "end" and begun.completion(0).token_ids == (5, 0)
-    row: LeafRow = leaf_rows(trees, config)[0]
-    assert len(row.advantages) == len(row.completion_ids) and row.weight == 1 / 4
-
-    logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -0.5])  # [C] each
-    clipped = losses.clipped_surrogate(
-        logprobs,
-        logprobs,
-        advantages,
-        clip_low=0.2,
-        clip_high=0.2,
-        shaping=torch.tensor([1.5, 1.0]),
-    )
-    # Of the first the ratio is 1.5 by its shaping, and cut at 1.2.
-    torch.testing.assert_close(clipped.losses, torch.tensor([-0.6, 0.5]))
-    capped = objectives.capped_surrogate(
-        logprobs, logprobs, advantages, clip_low=0.2, clip_high=0.2
-    )
-    torch.testing.assert_close(capped.losses, -advantages * logprobs)  # CISPO at ratio 1
-    NoDisplay().note("shows nothing")
-
-
 def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     """Run folders, recipes, pages, buffers, findings."""
     from pathlib import Path

@@ -65,8 +65,7 @@ ELSEWHERE = {
     r"treegraft config explore\.half": "a page's extension; tests/project/test_readme.py loads it",
     r"treegraft train eight\.toml": "7B on eight GPUs; `treegraft doctor eight.toml` is run",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; test_remote_search.py",
-    r"treegraft train recipes/smollm2": "minutes of a language model's training; "
-    "tests/serving and tests/project/test_own_problem.py train it",
+    r"treegraft train recipes/smollm2": "minutes of a language model's training; tests/serving",
     r"treegraft train (moved|my_recipe)\.toml": "tests/project/test_readme.py trains it",
     r"treegraft view out$": "the folder of a run in TRL; tests/extras/test_trl.py makes one",
     r"treegraft train mine\.toml": "tests/project/test_own_problem.py trains a step of it",

@@ -332,12 +332,3 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(agent: Path, tmp_path: P
 
     with raises_code("nothing-to-prune"):
         pruned(tiny(run={"seed": 4}), agent, tmp_path / "a", tmp_path / "c")
-    with TraceBuffer(tmp_path / "empty", "hashing"):
-        pass
-    with raises_code("buffer-empty"):
-        pruned(tiny(), agent, tmp_path / "empty", tmp_path / "c")
-    with raises_code("buffer-missing"):
-        pruned(tiny(), agent, tmp_path / "none", tmp_path / "c")
-    add([StepContent(answer="zebra")], "unknown word")
-    with raises_code("word-without-token"):
-        pruned(tiny(), agent, tmp_path / "a", tmp_path / "c")

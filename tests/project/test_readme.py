@@ -140,22 +140,6 @@ def train_small(recipe: str, folder: Path) -> None:
         )
 
 
-@pytest.mark.smoke
-def test_the_environment_of_the_page_learns_as_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from treegraft.runs.record import read_metrics
-    from treegraft.train import train
-
-    for _, block in runnable()["own-environment.md: Your own environment"]:
-        (tmp_path / str(file_name(block))).write_text(block, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    lines = read_metrics(train("my_world.toml").run_dir)[1:]
-    assert all(line["learn/grad_norm"] > 0 for line in lines[:3])
-    assert lines[-1]["eval/accuracy"] > lines[0]["rollout/accuracy"]
-
-
 def test_settings_named_on_the_pages_exist() -> None:
     from treegraft.settings.config import known_settings
 
