@@ -128,21 +128,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             )
 
 
-def _engine_wrong(config: Config) -> Iterator[Contradiction]:
-    if config.engine.kind != "vllm":
-        return
-    plain = {"repetition_penalty": 1.0}
-    if config.eval.num_samples:
-        plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    for name, value in plain.items():
-        if getattr(config.eval, name) != value:
-            yield Contradiction(
-                (f"eval.{name}", "engine.kind"),
-                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with engine.kind"
-                " = 'vllm': vLLM filters in another order. Evaluate with engine.kind = 'native'.",
-            )
-
-
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     # These are made one by one; a data set takes what it has.
     entry = registered("tasks").get(config.tasks.kind)
@@ -296,7 +281,6 @@ def contradictions(config: Config) -> list[Contradiction]:
         _names_wrong,
         _rule_wrong,
         _model_wrong,
-        _engine_wrong,
         _tasks_wrong,
         _run_wrong,
         secrets_written,
