@@ -200,8 +200,10 @@ def treegraft(words: list[str], _: pytest.MonkeyPatch) -> None:
     command.parse_args(context, rest)
     given = context.params
     overrides = [word for word in given.get("overrides") or () if "=" in word]
-    for name in (word.partition("=")[0] for word in overrides):
-        assert any(one.endswith(f".{name}") for one in settings()), name
+    for word in overrides:
+        # Options are those of a world.
+        name = re.sub(r"options\..*", "options", word.partition("=")[0])
+        assert any(one.endswith(f".{name}") for one in settings()), word
     if command.name == "study":
         known = read_study(Path(given["file"]))
         assert {*(given["only"] or ())} <= {*known.worlds, *known.arms}
