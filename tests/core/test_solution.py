@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.error_codes import raises_code
 from treegraft.core.demonstration import solution
 from treegraft.core.types import StepContent, Task, ToolCall
 from treegraft.tasks.open import OpenTasks
-from treegraft.tools.function import FunctionTool
 
 TASK = Task(id="maze/0", question="go ?", reference=())
 
@@ -50,16 +48,3 @@ def test_a_list_of_steps_is_taken() -> None:
     answer = StepContent(answer="done")
     assert solution(Expert([answer]), TASK, 0) == (answer,)
     assert solution(Expert(None), TASK, 0) is None
-
-
-def test_a_wrong_name_is_no_value_of_a_parameter_without_annotation() -> None:
-    def step(action):  # type: ignore[no-untyped-def]
-        """Acts."""
-        return repr(action)
-
-    tool = FunctionTool(step, needs_annotations=False)
-    with raises_code("argument-unknown"):
-        asyncio.run(tool('{"acton": "north"}', TASK))
-    assert asyncio.run(tool('{"action": "north"}', TASK)) == "'north'"
-    assert asyncio.run(tool('{"action": {"x": 1}}', TASK)) == "{'x': 1}"
-    assert asyncio.run(tool('"north"', TASK)) == "'north'"

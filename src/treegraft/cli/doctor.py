@@ -41,8 +41,20 @@ if TYPE_CHECKING:
     from treegraft.evals.preflight import Sample
 
 REQUIRED = (
-    *("torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic"),
-    *("huggingface-hub", "httpx", "typer", "rich", "starlette", "uvicorn"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "numpy",
+    "scipy",
+    "pydantic",
+    "huggingface-hub",
+    "httpx",
+    "typer",
+    "rich",
+    "starlette",
+    "uvicorn",
     *(() if sys.version_info >= (3, 14) else ("backports.zstd",)),
 )
 MODELS = {

@@ -16,7 +16,7 @@ _OF_EXTRA: Final = {
     "gguf": "gguf",
     "math": "math_verify reasoning_gym",
     "mcp": "mcp",
-    "sandbox": "pydantic_monty scipy sympy",
+    "sandbox": "pydantic_monty sympy",
     "search": "bm25s faiss sentence_transformers",
     "teacher": "openai",
     "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk tensorboard wandb",

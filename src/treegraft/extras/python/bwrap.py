@@ -114,7 +114,7 @@ def find_problem() -> str | None:
             "bubblewrap sandboxes need an x86_64 or aarch64 processor; take tools.python.backend ="
             " 'monty'."
         )
-    if text := packages.lacking("the sandbox", "scipy", "sympy"):
+    if text := packages.lacking("the sandbox", "sympy"):
         return f"{text}."
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100

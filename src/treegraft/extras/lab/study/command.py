@@ -103,17 +103,7 @@ def study(
     if mode != "--table":
         commands.refuse_idle(context, "without --table", "--brief", "--baseline")
     if file.suffix == ".jsonl":
-        if not table:
-            raise SettingError(
-                f"command line: '{file}': got a file of results; expected the file of a study"
-                " (.toml) to run, or --table to print the tables of these results.",
-                code="results-not-study",
-            )
-        if not file.is_file():
-            raise DataError(
-                f"'{file}' does not exist; expected a study's file of results.",
-                code="results-missing",
-            )
+        _check_results(file, table)
         commands.refuse_idle(
             context, "with a file of results", "--smoke", "--only", "--pairs", "--out"
         )
@@ -134,6 +124,21 @@ def study(
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
+
+
+def _check_results(file: Path, is_shown: bool) -> None:
+    """Raises for a file of results that is not there, or that is no study to run."""
+    if not is_shown:
+        raise SettingError(
+            f"command line: '{file}': got a file of results; expected the file of a study"
+            " (.toml) to run, or --table to print the tables of these results.",
+            code="results-not-study",
+        )
+    if not file.is_file():
+        raise DataError(
+            f"'{file}' does not exist; expected a study's file of results.",
+            code="results-missing",
+        )
 
 
 def _shipped(file: Path) -> Path:
