@@ -78,6 +78,8 @@ def licence(package: str) -> str:
     heads = [one for one in found.get_all("Classifier") or () if one.startswith("License ::")]
     named = " AND ".join(one.rpartition(" :: ")[2] for one in heads)
     stated = [found[head] for head in ("License-Expression", "License") if head in found]
+    # Some have the whole text there.
+    stated = [one for one in stated if "\n" not in one]
     return str(next(filter(None, stated), named))
 
 

@@ -154,24 +154,17 @@ def refused(tmp_path: Path, buffer: dict[str, Any], kind: type[TreegraftError] =
     return str(caught.value)
 
 
-def test_an_empty_buffer_is_refused_before_the_run(tmp_path: Path) -> None:
-    path = made(tmp_path / "empty.sqlite")
-    assert "is empty" in refused(tmp_path, {"path": str(path), "encoder": "hashing"})
-
-
-def test_a_buffer_of_another_encoder_is_refused_by_both_names(tmp_path: Path) -> None:
-    path = made(tmp_path / "b.sqlite", TRACE)
-    text = refused(tmp_path, {"path": str(path), "encoder": "minilm"})
+def test_buffers_that_cannot_be_used_are_refused_before_the_run(tmp_path: Path) -> None:
+    """One without traces, one of another encoder, and encoders that cannot be loaded."""
+    empty = {"path": str(made(tmp_path / "empty.sqlite")), "encoder": "hashing"}
+    assert "is empty" in refused(tmp_path, empty)
+    filled = {"path": str(made(tmp_path / "b.sqlite", TRACE))}
+    text = refused(tmp_path, {**filled, "encoder": "minilm"})
     assert "hashing" in text and "minilm" in text
-
-
-def test_an_encoder_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Path) -> None:
-    path = made(tmp_path / "b.sqlite", TRACE)
-    for buffer in ({"path": "expert"}, {"path": str(path)}):
+    for buffer in ({"path": "expert"}, filled):
         assert "hashing" in refused(tmp_path, {**buffer, "encoder": "hasing"}, SettingError)
-    assert "no such folder" in refused(
-        tmp_path, {"path": "expert", "encoder": "/nowhere/model"}, ModelError
-    )
+    lost = {"path": "expert", "encoder": "/nowhere/model"}
+    assert "no such folder" in refused(tmp_path, lost, ModelError)
 
 
 @pytest.mark.smoke

@@ -43,41 +43,23 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     # The warm-up has 32 steps, each one optimiser step, and saves after 8, 16, 24 and 32.
     "before any checkpoint": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 2, "before"),
     "in the warm-up": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 21, "after"),
-    "half of a warm-up checkpoint written": ("treegraft.policy.shards:save_file", 3, "before"),
     "after the warm-up": ("treegraft.policy.learn.learner:Learner.forget_moments", 1, "after"),
-    "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
     "half of a line of metrics written": (
         "treegraft.runs.record:RunFolder.append_metrics",
         2,
         "half",
     ),
-    "sampling": ("treegraft.policy.engine.native:NativeEngine._sample", 45, "before"),
-    "scoring": ("treegraft.session:rollout_metrics", 2, "before"),
     "learning, between two optimiser steps": (
         "treegraft.policy.learn.learner:Learner._optimiser_step",
         4,
         "before",
     ),
-    "learned, not published": ("treegraft.policy.publish:Publisher.publish", 3, "before"),
     # Trees of two evaluations, the first update, two evaluations, the second update.
     "half of an evaluation written": ("treegraft.runs.tree_files:append_whole", 5, "half"),
     "half of the trees written": ("treegraft.runs.tree_files:append_whole", 6, "half"),
-    "in an evaluation between": ("treegraft.runs.recorder:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
-    "a checkpoint renamed, old ones not removed": (
-        "treegraft.runs.run:prune_checkpoints",
-        7,
-        "before",
-    ),
     "an old checkpoint half removed": ("treegraft.runs.checkpoint:remove_folder", 5, "before"),
-    "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
-RARE = {
-    *("half of a warm-up checkpoint written", "in the evaluation at the start", "scoring"),
-    *("half of an index written", "in an evaluation between", "all done but the end"),
-    *("a checkpoint renamed, old ones not removed", "sampling", "learned, not published"),
-}
-"""Moments between two of the others, where the same files lie on the disk: for the slow tests."""
 
 
 def run_jobs(folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, Any]]) -> list[int]:
@@ -113,10 +95,7 @@ def killed(
     }
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in RARE else []) for name in MOMENTS],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_and_resumed_is_as_if_nothing_had_happened(
     moment: str, killed: tuple[Path, dict[str, int]]
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny, write_recipe
-from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch, by_text
+from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch
 
 from treegraft import session
 from treegraft.core import interrupt
@@ -79,46 +77,6 @@ def start(folder: Path, name: str = "a", display: Any = None, **tables: Any) -> 
         **{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}
     )
     return train(settings, display=display)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_thread_that_changes_torchs_default_type_changes_no_bit(
-    dtype: str, tmp_path: Path
-) -> None:
-    """As transformers does while it loads a model, for the whole process."""
-    model, tokenizer = load_model(ModelSettings(path="shape:bytes"), seed=1)
-    settings = tiny(
-        run={"num_updates": 1, "dir": str(tmp_path)},
-        model={"dtype": dtype},
-        eval={"every": 0},
-        rollout={"max_completion_tokens": 16},
-        warmup={"num_steps": 2},
-    )
-    del settings["model"]["path"], settings["model"]["tiny"]
-    settings["reward"] = {"accuracy": "exact_match"}
-    is_over = threading.Event()
-
-    def flip() -> None:
-        kinds = itertools.cycle([torch.bfloat16, torch.float64, torch.float16, torch.float32])
-        while not is_over.is_set():
-            torch.set_default_dtype(next(kinds))
-            time.sleep(1e-4)
-
-    def trained(name: str) -> Path:
-        settings["run"]["name"] = name
-        given = {"model": (model, tokenizer), "rewards": [by_text]}
-        return Path(train(settings, display=False, **given).run_dir)
-
-    first = trained("a")
-    thread = threading.Thread(target=flip)
-    thread.start()
-    try:
-        second = trained("b")
-    finally:
-        is_over.set()
-        thread.join()
-        torch.set_default_dtype(torch.float32)
-    assert not differing(first, second)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -239,36 +197,28 @@ def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
     for line in lines:
         assert all(map(meaning, line))
     wanted = {
-        *(
-            "reward/mean",
-            "reward/std",
-            "reward/hierarchical",
-            "eval/accuracy",
-            "eval/accuracy_sampled",
-            "eval/pass_at_2",
-        ),
-        *(
-            "rollout/num_sampled_tokens",
-            "rollout/num_tool_calls",
-            "rollout/retrieved_frac",
-            "branch/num_branches",
-        ),
-        *(
-            "learn/unique_frac",
-            "learn/clip_frac",
-            "learn/entropy",
-            "learn/engine_gap",
-            "learn/grad_norm",
-            "learn/loss",
-        ),
-        *(
-            "time/rollout_s",
-            "time/learn_s",
-            "time/update_s",
-            "time/eval_s",
-            "eval/accuracy_1_hop",
-            "tools/search_calls",
-        ),
+        "reward/mean",
+        "reward/std",
+        "reward/hierarchical",
+        "eval/accuracy",
+        "eval/accuracy_sampled",
+        "eval/pass_at_2",
+        "rollout/num_sampled_tokens",
+        "rollout/num_tool_calls",
+        "rollout/retrieved_frac",
+        "branch/num_branches",
+        "learn/unique_frac",
+        "learn/clip_frac",
+        "learn/entropy",
+        "learn/engine_gap",
+        "learn/grad_norm",
+        "learn/loss",
+        "time/rollout_s",
+        "time/learn_s",
+        "time/update_s",
+        "time/eval_s",
+        "eval/accuracy_1_hop",
+        "tools/search_calls",
     }
     assert wanted <= lines[-1].keys()
     assert {"warmup/loss", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
@@ -388,29 +338,6 @@ def test_adapters_apart_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with raises_code("adapters-apart"):
         load_model(ModelSettings(path=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {"model": {"lora": {"rank": 4}}},
-        {"loss": {"kl_coef": 0.1}},
-        {"model": {"dtype": "bfloat16"}},
-        {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}},
-        {"learn": {"num_epochs": 2}, "model": {"gradient_checkpointing": True}},
-    ],
-    ids=["lora", "kl", "bfloat16", "lora in bfloat16", "gradient checkpointing"],
-)
-def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"eval": {"every": 0, "at_end": False}, "warmup": {"num_steps": 8}, **tables}
-    whole = start(tmp_path, "whole", **settings)
-    half = start(tmp_path, "half", run={"num_updates": 1}, **settings)
-    train(tiny(**settings, run={"name": "half", "dir": str(tmp_path)}), resume=half.run_dir)
-    others = ("config.json", "state.json")
-    assert [
-        name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)
-    ] == []
-    assert ("learn/kl" in whole.metrics) is ("loss" in tables)
 
 
 def test_updates_without_any_variance_take_no_step_and_copy_no_weights(

@@ -66,7 +66,7 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known |= {"compression"}
     brought, unknown = required(), []
     for module, tree in trees().items():
-        for name in imports(tree, module) if is_core(module) else ():
+        for name in imports(tree) if is_core(module) else ():
             top = name.partition(".")[0]
             if top in sys.stdlib_module_names or top == "treegraft" or top in known:
                 continue
@@ -121,10 +121,17 @@ def test_the_demo_runs_and_the_core_imports_with_required_packages_alone(tmp_pat
     """The demo first, in the same process."""
     modules = [one for one in FILES if one and is_core(one) and one not in OF_OTHERS]
     small = [
-        *("run.num_updates=1", "run.tasks_per_update=2", "explore.num_leaves=4"),
-        *("explore.graft.num_hybrid=2", "tasks.num_train=8", "tasks.num_eval=4"),
-        *("warmup.num_steps=1", "warmup.batch_size=2", "warmup.lr_warmup_steps=0"),
-        *("explorers=['graft']", "learn.num_minibatches=1"),
+        "run.num_updates=1",
+        "run.tasks_per_update=2",
+        "explore.num_leaves=4",
+        "explore.graft.num_hybrid=2",
+        "tasks.num_train=8",
+        "tasks.num_eval=4",
+        "warmup.num_steps=1",
+        "warmup.batch_size=2",
+        "warmup.lr_warmup_steps=0",
+        "explorers=['graft']",
+        "learn.num_minibatches=1",
     ]
     printed = with_core_alone(
         "from treegraft.cli.doctor import examine\n"

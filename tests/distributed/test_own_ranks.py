@@ -113,10 +113,10 @@ def test_python_starts_them_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = dict(os.environ)
     result = train(settings, display=False)
     assert result.metrics["policy_version"] == 1
-    assert dict(os.environ) | {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""} == before | {
-        "GLOO_SOCKET_IFNAME": "",
-        "NCCL_SOCKET_IFNAME": "",
-    }
+    changed = {name for name, value in os.environ.items() if before.get(name) != value}
+    # Inductor sets it once it needs its cache.
+    allowed = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR"}
+    assert changed <= allowed and before.keys() <= os.environ.keys()
     with pytest.raises(SettingError, match=r"learn\.ranks = 2 runs in other processes"):
         others = {name: table for name, table in settings.items() if name != "reward"}
         train(others, rewards=[lambda completions, **_: [0.0]])

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.fake_h100.table import NAMES, cases_of, compiled, is_backward
+from tests.support.fake_h100.programs import NAMES, cases_of, compiled, is_backward
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "treegraft"
@@ -59,7 +59,7 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            *((90, case) for case in cases_of("qwen2.5-7b", window=512)),
+            *((90, case) for case in cases_of("qwen3-8b", window=512)),
             *((100, case) for name in NAMES for case in cases_of(name)),
         )
     ),

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import alarms, demo, house
-from benchmarks.walk import Code, stays_of
+from benchmarks import demo
 from tests.support.tiny import write_recipe
 
 from treegraft.settings.load import load_config
@@ -67,70 +66,3 @@ def test_seeds_of_the_demo_are_what_its_commands_give(
     demo.RESULTS.write_text(text, encoding="utf-8")
     names = [row.split(" | ")[0] for row in demo.table()][2:]
     assert names == [f"| {method}" for method in demo.METHODS]
-
-
-def test_a_collapse_is_a_fall_below_half_of_the_best_mean_of_three() -> None:
-    # Means of three from the third on: .6, .6, .5, .3, .2; .2 is the first below .3.
-    assert alarms.collapse_of([0.6, 0.6, 0.6, 0.6, 0.3, 0.0, 0.3]) == 7
-    assert alarms.collapse_of([0.1, 0.2, 0.3, 0.4]) is None
-    assert alarms.collapse_of([0.9, 0.1]) is None
-
-
-def test_a_warning_counts_before_a_collapse_and_as_a_false_alarm_without_one() -> None:
-    runs = [
-        alarms.Run(1.0, 0, 8, {"early": 5, "late": 8}),
-        alarms.Run(1.0, 1, 9, {"early": 8}),
-        alarms.Run(0.1, 0, None, {"early": 1}),
-    ]
-    rows = alarms.table(runs)
-    assert rows[2:] == ["| early | 2 | 2 | 1 |", "| late | 0 | - | 0 |"]
-
-
-def test_a_walk_counts_each_parameter_that_receives_the_value_or_a_part_of_it() -> None:
-    """Through calls, `with`, fields and constructors; not into the files where it ends."""
-    begin = """
-from treegraft.store import Store, write
-class Run:
-    def __init__(self, folder: str) -> None:
-        self.folder, self.config = folder, Config()
-class Config:
-    pass
-def train(run: Run, other: int) -> None:
-    told = run.config
-    with Store(told) as store:
-        store.fill(run.folder, other)
-    write(to=run.folder, what=other)
-"""
-    store = """
-from treegraft.end import keep
-class Store:
-    def __init__(self, config) -> None:
-        self.config = config
-    def fill(self, folder, num) -> None:
-        keep(self.config, num)
-def write(to, what) -> None:
-    pass
-"""
-    end = "def keep(config, num):\n    deeper(config)\ndef deeper(config):\n    pass\n"
-    code = Code({"begin": begin, "store": store, "end": end})
-    stays = {
-        (("begin", "train"), "run"),
-        (("store", "Store.__init__"), "config"),
-        (("store", "Store.fill"), "folder"),
-        (("store", "write"), "to"),
-        (("end", "keep"), "config"),
-    }
-    start = (("begin", "train"), "run")
-    assert stays_of(code, start, lambda module: module == "end") == stays
-    assert stays_of(code, start, lambda _: False) == {*stays, (("end", "deeper"), "config")}
-
-
-@pytest.mark.smoke
-def test_the_story_of_this_tree_is_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["house", "--story"])
-    house.main()
-    rows = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert len(rows) == 5
-    assert all(int(row.split(",")[0].split(" ")[0]) > 0 for row in rows)

@@ -12,9 +12,7 @@ from benchmarks.credit_sign import (
     direction,
     moves_of,
     node_credit,
-    values_of,
     with_interval,
-    without_values,
 )
 from tests.support.trees import Part, build_tree
 
@@ -66,7 +64,9 @@ def test_contributions_are_counted_by_kind_and_sign() -> None:
                 Part.of("st", Part.of("st", Part("s", reward=1.0)), Part.of("st", Part("s"))),
             )
         ),
-        *("up", "down", "up"),
+        "up",
+        "down",
+        "up",
     )
     tree = replace(
         tree,
@@ -96,21 +96,6 @@ def test_a_node_is_compared_with_its_siblings() -> None:
     )
     # 1/2 below the first start against 0; its children 1 against 0; the second start 0 against 1/2.
     assert node_credit(tree) == {"0.0": 0.5, "0.0.0": 1.0, "0.0.1": -1.0, "0.1": -0.5}
-
-
-def test_values_come_from_the_further_rollouts_alone() -> None:
-    tree = build_tree(
-        Part.of(
-            "p",
-            Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0), Part("s", reward=0.5)),
-            Part("s", reward=0.25),
-        )
-    )
-    own = frozenset({"0", "0.0", "0.0.0"})
-    assert values_of(tree, own) == {"0.0": (0.25, 2), "0": (0.25, 1)}
-    bare = without_values(tree, own)
-    assert [step.id for step in bare.steps] == ["0", "0.0", "0.0.0"]
-    assert [leaf.step_id for leaf in bare.leaves] == ["0.0.0"]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,17 @@ from treegraft.core.shipped import shipped, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    *("run.num_updates=2", "run.tasks_per_update=2", "run.name=first", "explore.num_leaves=4"),
-    *("tasks.num_train=8", "tasks.num_eval=4", "warmup.num_steps=2", "warmup.batch_size=2"),
-    *("warmup.lr_warmup_steps=0", "eval.at_start=false", "eval.every=0"),
+    "run.num_updates=2",
+    "run.tasks_per_update=2",
+    "run.name=first",
+    "explore.num_leaves=4",
+    "tasks.num_train=8",
+    "tasks.num_eval=4",
+    "warmup.num_steps=2",
+    "warmup.batch_size=2",
+    "warmup.lr_warmup_steps=0",
+    "eval.at_start=false",
+    "eval.every=0",
 )
 """Settings with which the demo takes a second."""
 

@@ -3,7 +3,6 @@ slow, run at a small size."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import os
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
 import pytest
 import typer
 from tests.support.pages import ROOT, Printed, printed
@@ -67,8 +65,7 @@ ELSEWHERE = {
     r"treegraft config explore\.half": "a page's extension; tests/project/test_readme.py loads it",
     r"treegraft train eight\.toml": "7B on eight GPUs; `treegraft doctor eight.toml` is run",
     r"treegraft train \S+ tools\.search\.kind=http": "needs a server; test_remote_search.py",
-    r"treegraft train recipes/smollm2": "minutes of a language model's training; "
-    "tests/serving and tests/project/test_own_problem.py train it",
+    r"treegraft train recipes/smollm2": "minutes of a language model's training; tests/serving",
     r"treegraft train (moved|my_recipe)\.toml": "tests/project/test_readme.py trains it",
     r"treegraft view out$": "the folder of a run in TRL; tests/extras/test_trl.py makes one",
     r"treegraft train mine\.toml": "tests/project/test_own_problem.py trains a step of it",
@@ -96,7 +93,6 @@ SMALL = {
     " max_completion_tokens=32 --updates 2 --ways native native-2-ranks",
     r"(tasks_per_update=4 tasks\.options).*": r"\1.num_warmup=2 num_eval=2",
     r"^(treegraft (?:train|sft) (?!--resume|recipe\.toml|my_t).*?)(?: --smoke)?$": r"\1 --smoke",
-    r"fake_h100\.table --write$": "fake_h100.table --cards 90 --shapes qwen2.5-1.5b",
     r"^(treegraft train recipe\.toml.*)$": r"\1 num_updates=1 tasks_per_update=2 num_eval=4"
     " warmup.num_steps=4 warmup.lr_warmup_steps=0",
     r"^(treegraft train --resume.*)$": r"\1 num_updates=2",
@@ -204,10 +200,10 @@ def treegraft(words: list[str], _: pytest.MonkeyPatch) -> None:
     command.parse_args(context, rest)
     given = context.params
     overrides = [word for word in given.get("overrides") or () if "=" in word]
-    for name in (word.partition("=")[0] for word in overrides):
-        # An entry of a table whose names are the tasks' own.
-        known = name.partition(".options.")[0] + ".options" if ".options." in name else name
-        assert any(one.endswith(f".{known}") for one in settings()), name
+    for word in overrides:
+        # Options are those of a world.
+        name = re.sub(r"options\..*", "options", word.partition("=")[0])
+        assert any(one.endswith(f".{name}") for one in settings()), word
     if command.name == "study":
         known = read_study(Path(given["file"]))
         assert {*(given["only"] or ())} <= {*known.worlds, *known.arms}
@@ -253,65 +249,16 @@ def pytests(words: list[str], _: pytest.MonkeyPatch) -> None:
         assert marks <= {"slow", "gpu"}
 
 
-class _ParsedError(Exception):
-    """Arguments are taken; no work begins."""
-
-
-def python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is there, and its own parser takes the arguments."""
+def python(words: list[str], _: pytest.MonkeyPatch) -> None:
+    """The file is there, or the module is found."""
     is_module = words[1] == "-m"
     name, *arguments = words[2:] if is_module else words[1:]
     if name == "pytest":
-        return pytests([name, *arguments], monkeypatch)
-    if name.startswith(("verl.", "treegraft")):
-        return None
-    if not is_module:
-        here = Path(name) if name == "make_data.py" else ROOT / name
-        assert here.exists()
-        name = name.removesuffix(".py").replace("/", ".")
-    if not name.startswith("benchmarks"):
-        assert importlib.util.find_spec(name) if is_module else True
-        return None
-    if name == "benchmarks.speed":
-        return speed(arguments)
-    if name == "benchmarks.trl":
-        from benchmarks.trl import app
-
-        command: Any = typer.main.get_command(app)
-        _, command, rest = command.resolve_command(click.Context(command), arguments)
-        command.parse_args(click.Context(command), rest)
-        return None
-    parse = argparse.ArgumentParser.parse_args
-
-    def only_parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        parse(self, args, namespace)
-        raise _ParsedError
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = importlib.import_module(name)
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"{name}.__main__")
-    if "argparse" not in vars(module):
-        assert not arguments
-        return None
-    with pytest.raises(_ParsedError):
-        module.main()
-    return None
-
-
-def speed(arguments: list[str]) -> None:
-    from benchmarks.speed.__main__ import bench_app
-    from benchmarks.speed.measure import chosen_cases
-    from benchmarks.speed.stage import Stage
-
-    command: Any = typer.main.get_command(bench_app)
-    if arguments:
-        name, command, rest = command.resolve_command(click.Context(command), arguments)
-        context = click.Context(command)
-        command.parse_args(context, rest)
-        cases = importlib.import_module(f"benchmarks.speed.{name}").cases(Stage(folder=Path(".")))
-        assert chosen_cases(cases, context.params["only"] or ())
+        pytests([name, *arguments], _)
+    elif not is_module:
+        assert (Path(name) if name == "make_data.py" else ROOT / name).exists()
+    elif not name.startswith(("verl.", "treegraft")):
+        assert importlib.util.find_spec(name)
 
 
 # ---------------------------------------------------------------------- run

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from studies.pruning import exact
 from studies.pruning.__main__ import main
 from studies.pruning.steps import (
     Trajectory,
@@ -36,7 +35,6 @@ from treegraft.settings.policy import LearnSettings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.fill import BufferBuild
 from treegraft.traces.keys import OTHER_TASKS, split_steps
 from treegraft.traces.store import TraceFile
 from treegraft.train import sft
@@ -157,27 +155,6 @@ def test_the_worst_goes_first_and_the_rest_is_weighed_again() -> None:
         -1.0,
         None,
     ]
-
-
-def test_a_step_that_is_to_stay_stays_and_an_answer_alone_is_not_scored() -> None:
-    table = {"xz": -9.0, "z": -1.0}
-    one, answer = trajectory(*map(written, "xz")), trajectory(written("z"))
-    asked: list[int] = []
-
-    def score(trees: Sequence[Tree]) -> Any:
-        asked.append(len(trees))
-        return by_history(table)(trees)
-
-    def is_kept(content: StepContent) -> bool:
-        return content.calls[0].name == "x"
-
-    kept, alone = cut_idle_steps([one, answer], score, is_kept=is_kept)
-    assert kept == [Weighed(0, -8.0, is_cut=False), Weighed(1, None, is_cut=False)]
-    assert alone == [Weighed(0, None, is_cut=False)]
-    cut, _ = cut_idle_steps([one, answer], score)
-    assert cut == [Weighed(0, -8.0, is_cut=True), Weighed(1, None, is_cut=False)]
-    # Only the first has anything to weigh, and once it is an answer alone it is done.
-    assert asked == [1, 1]
 
 
 # ---------------------------------------------------------------------- law 1
@@ -355,182 +332,3 @@ def test_what_cannot_be_pruned_is_taken_over_or_refused(agent: Path, tmp_path: P
 
     with raises_code("nothing-to-prune"):
         pruned(tiny(run={"seed": 4}), agent, tmp_path / "a", tmp_path / "c")
-    with TraceBuffer(tmp_path / "empty", "hashing"):
-        pass
-    with raises_code("buffer-empty"):
-        pruned(tiny(), agent, tmp_path / "empty", tmp_path / "c")
-    with raises_code("buffer-missing"):
-        pruned(tiny(), agent, tmp_path / "none", tmp_path / "c")
-    add([StepContent(answer="zebra")], "unknown word")
-    with raises_code("word-without-token"):
-        pruned(tiny(), agent, tmp_path / "a", tmp_path / "c")
-
-
-def by_searches(*, trajectories: Sequence[Any], **_: Any) -> list[float]:
-    """Half of the reward is for a search."""
-    return [0.5 + 0.5 * any(step.content.calls for step in one.steps) for one in trajectories]
-
-
-def test_a_cut_that_lowers_the_recipe_s_reward_is_undone(agent: Path, tmp_path: Path) -> None:
-    """Everything is cut where it may be. An answer alone has half of a reward that wants a search,
-    and all of one that wants the answer."""
-    fill(tmp_path / "a", num_samples=1)
-    for funcs, expected in ((["tests.project.test_pruning:by_searches"], 0), (["exact_match"], 12)):
-        config = tiny(reward={"funcs": funcs})
-        config["reward"].pop("accuracy", None)
-        out = tmp_path / f"b{expected}"
-        report = pruned(config, agent, tmp_path / "a", out, margin=1e6).report
-        assert report.num_shortened == expected
-        assert report.left.total() == 12 - expected
-        with TraceBuffer.open_as_built(out) as buffer:
-            lengths = [len(one) for one in buffer.trajectories()]
-        assert (min(lengths) > 1) if expected == 0 else (lengths == [1] * 12)
-
-
-class Lamp:
-    """A lamp has to burn at the end; a look changes nothing."""
-
-    capability = "replay"
-
-    def reset(self, **row: Any) -> None:
-        self.burns = False
-
-    def light(self) -> str:
-        """Lights the lamp."""
-        self.burns = True
-        return "e1"
-
-    def look(self) -> str:
-        """Looks at the lamp."""
-        return "e3" if self.burns else "e2"
-
-    def get_reward(self) -> float:
-        return float(self.burns)
-
-
-def test_in_an_environment_a_cut_that_it_needs_is_undone(tmp_path: Path) -> None:
-    """Every step is cut where it may be. Without a look the lamp burns all the same; without the
-    light it does not, and a later look shows something else."""
-    config = tiny(
-        environment={"kind": "tests.project.test_pruning:Lamp"},
-        reward={"funcs": ["environment"]},
-        warmup={"num_steps": 2, "decision_frac": 0.0},
-        tasks={"kind": "tests.project.test_pruning:LampWorld"},
-    )
-    del config["reward"]["accuracy"], config["tasks"]["search_world"]
-
-    def step(name: str, seen: str) -> StepContent:
-        return StepContent(calls=(ToolCall(name, ""),), observations=(Observation(text=seen),))
-
-    answer = StepContent(answer="e1")
-    stored = {
-        "needless": [step("look", "e2"), step("light", "e1"), answer],
-        "seen": [step("light", "e1"), step("look", "e3"), answer],
-        "untrue": [step("look", "e5"), step("light", "e1"), answer],
-    }
-    with TraceBuffer(tmp_path / "a", "hashing") as buffer:
-        for name, contents in stored.items():
-            buffer.add(
-                split_steps("lamp/0", "e1 ?", contents, reward=1.0, source="s", trajectory=name)
-            )
-    sft({**config, "run": {**config["run"], "dir": str(tmp_path), "name": "lamp"}})
-    for kept, expected in ((("light",), 1), ((), 3)):
-        out = tmp_path / f"b{expected}"
-        report = pruned(
-            config, tmp_path / "lamp", tmp_path / "a", out, margin=1e6, kept_tools=kept
-        ).report
-        with TraceBuffer.open_as_built(out) as buffer:
-            found = {one[0].trajectory: [t.value for t in one] for one in buffer.trajectories()}
-        assert found["untrue"] == stored["untrue"]
-        if kept:
-            lit = [step("light", "e1"), answer]
-            assert found["needless"] == found["seen"] == lit
-            assert report.num_cut == 2
-        else:
-            assert found == stored and report.num_cut == 0
-            assert report.left == {
-                "with other results, or a lower reward, without the steps that were cut": 2,
-                "with other results in its environment": 1,
-            }
-
-
-def test_walks_in_a_circle_are_cut_on_boards(tmp_path: Path) -> None:
-    """An agent that knows nothing, and a margin below which no D lies: circles alone are cut."""
-    config = load_config("sokoban", [f"run.dir={tmp_path}", "run.name=a"], smoke=True)
-    tables = config.model_dump(mode="json")
-    tables["tasks"]["expert_options"] = {"detour_prob": 0.5}
-    sft(tables)
-    tables["buffer"]["build"] |= {"num_samples": 1, "num_best": 1, "num_tasks": 12}
-    BufferBuild(load_config(tables), tmp_path / "raw").run(display=NoDisplay())
-    out = tmp_path / "pruned"
-    report = pruned(tables, tmp_path / "a", tmp_path / "raw", out, margin=-1e6).report
-    assert report.num_shortened > 3 and not report.left
-    assert not report.cut_gains
-
-    def lengths(name: str) -> list[tuple[int, int]]:
-        with TraceBuffer.open_as_built(tmp_path / name) as buffer:
-            paths = [
-                [one.value for one in path if isinstance(one.value, StepContent)]
-                for path in buffer.trajectories()
-            ]
-        return [(len(path), sum(len(walk) for walk in circling(path[:-1]))) for path in paths]
-
-    walked = sum(length for _, length in lengths("raw"))
-    assert walked == report.num_cut > 0
-    assert sum(length for length, _ in lengths("raw")) - walked == sum(
-        length for length, walk in lengths("pruned") if walk == 0
-    )
-
-
-class LampWorld:
-    """One question."""
-
-    def __init__(self, **_: Any) -> None:
-        self.tasks = [Task(id="lamp/0", question="e1 ?", reference=())]
-
-    def train_tasks(self) -> Sequence[Task]:
-        return self.tasks
-
-    def eval_tasks(self) -> Sequence[Task]:
-        return ()
-
-    def tools(self) -> Sequence[Any]:
-        return ()
-
-    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...]:
-        return (StepContent(calls=(ToolCall("light", ""),)), StepContent(answer="e1"))
-
-    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        return None
-
-    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
-        return [Task(id="lamp/w", question="e1 ?", reference=())] * num
-
-    def vocabulary(self) -> Sequence[str]:
-        return ["e1", "e2", "e3", "e5", "?"]
-
-    def report(self) -> Sequence[str]:
-        return ()
-
-
-def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
-    """A detour that pruning cuts makes a trajectory exact; a needed call that it cuts, useless."""
-    right = {"e3 r0": "r0 of e3 is e5", "e5 r1": "r1 of e5 is e7"}
-    detour = {"e3 r0": "r0 of e3 is e5", "e5 r4": "r4 of e5 is e9", "e5 r1": "r1 of e5 is e7"}
-    stored = {"0": (detour, right), "1": (right, right), "2": (right, {"e5 r1": right["e5 r1"]})}
-    for n, kind in enumerate(("raw", "pruned")):
-        with TraceBuffer(tmp_path / f"{kind}.sqlite", "hashing") as buffer:
-            for name, both in stored.items():
-                steps = [
-                    StepContent(
-                        calls=(ToolCall("search", body),), observations=(Observation(text=text),)
-                    )
-                    for body, text in both[n].items()
-                ]
-                steps.append(StepContent(answer="e7"))
-                made = split_steps(
-                    "t", "r1 of r0 of e3 ?", steps, reward=1.0, source="x", trajectory=name
-                )
-                buffer.add(made)
-    counts = exact.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
-    assert counts == (3, 2, 2, 1)

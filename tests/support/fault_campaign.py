@@ -7,8 +7,7 @@ Faults: SIGKILL; signals that ask for an end, one or several; a full disk (RLIMI
 needs no root); a read-only folder (a mount where root may, else the folders' modes); killed
 workers. Every end has to be one that the documentation names, with its sentence and without a
 traceback. The counts go to standard output; the exit code is 1 where something differs, with FOLDER
-kept. A line for each run goes to FOLDER/results.jsonl, and a campaign that was stopped goes on
-behind the last one.
+kept.
 """
 
 from __future__ import annotations
@@ -24,20 +23,17 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.killed_runs import work
+from tests.support.forked import Forked
 from tests.support.tiny import differing, tiny
-from tests.support.tiny_parts import PooledSearch
 from tests.test_grafted_runs import BOTH
 
-from treegraft.core.files import LineFile
 from treegraft.core.interrupt import OTHERS
 
 SETTINGS: Mapping[str, Any] = tiny(
@@ -50,6 +46,7 @@ SETTINGS: Mapping[str, Any] = tiny(
         "eval": {"num_samples": 1},
     }
 )
+ROOT = Path(__file__).resolve().parents[2]
 MAX_FAULTS = 3
 """Of one run; then it is resumed to its end."""
 DEADLINE_S = 300.0
@@ -81,52 +78,32 @@ class Campaign:
 
     # ------------------------------------------------------------------ processes
 
-    def begin(self, name: str, *, resumes: bool) -> tuple[int, Callable[[], Ended]]:
-        """Forks a child that is `treegraft train`; returns its id and a function that waits for
-        its end."""
-        run, (reading, writing) = self.folder / name, os.pipe()
-        arguments = ["--resume", str(run)]
+    def begin(self, name: str, *, resumes: bool) -> Forked:
+        """Starts `treegraft train`."""
+        arguments = ["--resume", str(self.folder / name)]
         if not resumes:
             recipe = str(self.folder / "settings.json")
             arguments = [recipe, f"run.name={name}", f"run.dir={self.folder}"]
-        pid = os.fork()
-        if pid == 0:
-            os.close(reading)
-            # `nohup` before the campaign would have it ignored.
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            _be_the_command(["treegraft", "train", *arguments], writing)
-        os.close(writing)
-        parts: list[bytes] = []
+        # `nohup` before the campaign would have it ignored.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        words = ["treegraft", "train", *arguments]
+        return Forked(words, cwd=ROOT, stderr=subprocess.STDOUT)
 
-        def read() -> None:
-            with os.fdopen(reading, "rb") as pipe:
-                parts.append(pipe.read())
-
-        reader = threading.Thread(target=read)
-        reader.start()
-
-        def wait() -> Ended:
-            end = time.monotonic() + DEADLINE_S
-            while True:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    break
-                if time.monotonic() > end:
-                    os.kill(pid, signal.SIGKILL)
-                    self.faults.append(f"{name}: a process was not at its end after {DEADLINE_S} s")
-                    end += DEADLINE_S
-                time.sleep(0.02)
-            reader.join(10)
-            return Ended(os.waitstatus_to_exitcode(status), b"".join(parts).decode())
-
-        return pid, wait
+    def end_of(self, process: Forked) -> Ended:
+        """Waits for the end of a process, which is killed at the deadline."""
+        deadline = threading.Timer(DEADLINE_S, process.kill)
+        deadline.start()
+        printed, _ = process.communicate()
+        deadline.cancel()
+        return Ended(process.returncode or 0, printed)
 
     # ------------------------------------------------------------------ one fault
 
     def disturb(self, name: str, fault: str) -> None:
         """Lets one process of the run meet a fault, and checks its end."""
         run = self.folder / name
-        pid, wait = self.begin(name, resumes=run.exists())
+        process = self.begin(name, resumes=run.exists())
+        pid = process.pid
         time.sleep(self.draw.random() * 0.7 * self.whole_s)
         if fault == "kill":
             os.kill(pid, signal.SIGKILL)
@@ -137,7 +114,7 @@ class Campaign:
                     os.kill(pid, number)
                 time.sleep(self.draw.random() * 0.2)
                 number = self.draw.choice(OTHERS)
-            self.judge(name, fault, wait(), 128 + first)
+            self.judge(name, fault, self.end_of(process), 128 + first)
             return
         elif fault == "full":
             with suppress(ProcessLookupError):
@@ -145,7 +122,7 @@ class Campaign:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         elif fault == "read-only":
             with read_only(run if run.exists() else self.folder):
-                self.judge(name, fault, wait(), None)
+                self.judge(name, fault, self.end_of(process), None)
             return
         else:
             for _ in range(8):
@@ -154,7 +131,7 @@ class Campaign:
                         os.kill(child, signal.SIGKILL)
                         self.ends["workers killed"] += 1
                 time.sleep(self.draw.random() * 0.1 * self.whole_s)
-        self.judge(name, fault, wait(), -signal.SIGKILL if fault == "kill" else None)
+        self.judge(name, fault, self.end_of(process), -signal.SIGKILL if fault == "kill" else None)
 
     def judge(self, name: str, fault: str, end: Ended, wanted: int | None) -> None:
         """Counts the end of a process, and notes what is wrong with it."""
@@ -186,19 +163,13 @@ class Campaign:
     # ------------------------------------------------------------------ whole runs
 
     def undisturbed(self) -> None:
-        """Makes the run that the others are compared with. It loads, before the forks, what all of
-        them need."""
+        """Makes the run that the others are compared with."""
         settings = self.folder / "settings.json"
         settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
         for name in ("undisturbed", "again"):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-        job = {"name": "undisturbed", "kill": None, "resume": False}
-        work(self.folder, SETTINGS, job)
-        PooledSearch.pool.close()
-        _, wait = self.begin("again", resumes=False)
-        began = time.monotonic()
-        end = wait()
-        self.whole_s = time.monotonic() - began
+            began = time.monotonic()
+            end = self.end_of(self.begin(name, resumes=False))
+            self.whole_s = time.monotonic() - began
         if end.code or differing(self.folder / "undisturbed", self.folder / "again"):
             self.faults.append(f"two undisturbed runs differ: {end}")
 
@@ -207,8 +178,7 @@ class Campaign:
         name = f"run-{number:03d}"
         for fault in chosen:
             self.disturb(name, fault)
-        _, wait = self.begin(name, resumes=(self.folder / name).exists())
-        end = wait()
+        end = self.end_of(self.begin(name, resumes=(self.folder / name).exists()))
         if end.code:
             self.faults.append(f"{name}, {chosen}: the last resume failed: {end}")
             return
@@ -220,26 +190,6 @@ class Campaign:
         left = [one.name for one in self.folder.glob(f"{name}/**/.*.partial")]
         if left:
             self.faults.append(f"{name}, {chosen}: left behind {left}")
-
-
-def _be_the_command(arguments: list[str], writing: int) -> None:
-    """Becomes the command in a forked child."""
-    code = 70
-    try:
-        from treegraft.__main__ import main as run
-
-        with os.fdopen(writing, "w", buffering=1) as pipe:
-            sys.stdout = sys.stderr = pipe
-            sys.argv = arguments
-            try:
-                run()
-                code = 0
-            except SystemExit as error:
-                code = error.code if isinstance(error.code, int) else 0
-            except BaseException:
-                traceback.print_exc(file=pipe)
-    finally:
-        os._exit(code)
 
 
 def _children(pid: int) -> list[int]:
@@ -298,19 +248,9 @@ def main() -> int:
     left = [kinds[number % len(kinds)] for number in range(chosen.num)]
     campaign.draw.shuffle(left)
     taken = [left[first : first + MAX_FAULTS] for first in range(0, len(left), MAX_FAULTS)]
-    results = LineFile(campaign.folder / "results.jsonl")
-    done = [json.loads(line) for _, line in results.lines()]
-    for number, faults in enumerate(taken[len(done) :], start=len(done)):
-        ends, wrong = campaign.ends.copy(), len(campaign.faults)
-        campaign.draw = random.Random(f"{chosen.seed}/{number}")
-        shutil.rmtree(campaign.folder / f"run-{number:03d}", ignore_errors=True)
+    for number, faults in enumerate(taken):
         campaign.run(number, faults)
-        line = {"run": number, "faults": faults, "wrong": campaign.faults[wrong:]}
-        results.append(json.dumps({**line, "ends": campaign.ends - ends}))
         print(f"run {number}: {faults}, {len(campaign.faults)} wrong", file=sys.stderr)
-    for line in done:
-        campaign.faults += line["wrong"]
-        campaign.ends.update(line["ends"])
     for fault in campaign.faults:
         print(f"wrong: {fault}")
     for what, count in sorted(campaign.ends.items()):

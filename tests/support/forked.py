@@ -22,10 +22,18 @@ from pathlib import Path
 from typing import Any
 
 LOADED = (
-    *("torch", "torch._dynamo", "transformers", "transformers.modeling_utils"),
-    *("transformers.models.llama.modeling_llama", "treegraft.train", "treegraft.cli.main"),
-    *("treegraft.policy.engine.native", "treegraft.algo.objectives", "treegraft.runs.recorder"),
-    *("tests.support.forked", "tests.support.loaded"),
+    "torch",
+    "torch._dynamo",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "treegraft.train",
+    "treegraft.cli.main",
+    "treegraft.policy.engine.native",
+    "treegraft.algo.objectives",
+    "treegraft.runs.recorder",
+    "tests.support.forked",
+    "tests.support.loaded",
 )
 """What commands import most of their time for."""
 

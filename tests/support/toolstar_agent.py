@@ -85,8 +85,14 @@ def caller(question: str, reference: str, num_results: int) -> str:
 
 
 HABITS: tuple[Callable[[str, str, int], str], ...] = (
-    *(both_tools, only_search, almost, thoughtless),
-    *(forger, rambler, unboxed, caller),
+    both_tools,
+    only_search,
+    almost,
+    thoughtless,
+    forger,
+    rambler,
+    unboxed,
+    caller,
 )
 
 

@@ -46,7 +46,8 @@ def verl_config(given: Config, folder: Path, *more: str) -> Any:
     path = folder / "recipe.json"
     path.write_text(given.model_dump_json(), encoding="utf-8")
     own = [
-        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.val_kwargs.n=2"),
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.val_kwargs.n=2",
         f"trainer.default_local_dir={folder}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     ]

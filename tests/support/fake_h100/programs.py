@@ -1,13 +1,8 @@
-"""What the programs for a GPU need at the heads of published shapes, as a table of docs/gpu.md:
-
-    python -m tests.support.fake_h100.table [--write]
-
-It needs triton and g++, and takes about a minute for each card and shape. Nothing is launched.
-"""
+"""Has the programs for a GPU compiled at the heads of published shapes, in processes of their own
+that need triton and g++. Nothing is launched."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,15 +17,10 @@ import torch
 from treegraft.policy.shapes import shape_table
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/gpu.md"
-BEGIN, END = "<!-- fake-h100 -->\n", "<!-- end -->"
-NAMES = ("smollm2-135m", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-8b", "qwen2.5-32b")
+NAMES = ("smollm2-135m", "qwen2.5-1.5b", "qwen3-8b")
 DTYPES = {"smollm2-135m": ("float32",), "qwen2.5-1.5b": ("float32", "bfloat16")}
 """Other shapes are learned in bfloat16 alone."""
 LENGTHS = "4097,1500,9000"
-HEAD = (
-    "| card | shape | forward | backward | forward without gradients |\n|---|---|---:|---:|---:|\n"
-)
 
 
 def heads_of(name: str) -> str:
@@ -88,49 +78,6 @@ def compiled(
             raise RuntimeError(f"status {status}: {errors.read()[-3000:]}")
 
 
-def row_of(capability: int, found: dict[str, Any]) -> str:
-    """Returns the row of a case: of each program KB of shared memory, registers, spilled bytes."""
-    card = {90: "H100 (sm_90)", 100: "B200 (sm_100)"}[capability]
-    dtype, heads, window = found["case"].split(":")
-    known = {heads_of(name): name for name in NAMES}
-    shape = f"{known[heads]}, {heads.replace(',', ' / ')}, {dtype}"
-    shape += f", window {window}" if window != "0" else ""
-    # Left out: a sum before the backward program, some 36 registers.
-    programs = [one for one in found["programs"] if "_tem_" in one["name"]]
-    assert [is_backward(one) for one in programs] == [False, True, False], found["programs"]
-    needs = (
-        one.get("fault") or f"{one['shared'] / 1024:.0f} KB, {one['registers']}, {one['spilled']:,}"
-        for one in programs
-    )
-    return f"| {card} | {shape} | {' | '.join(needs)} |"
-
-
 def is_backward(program: dict[str, Any]) -> bool:
     """Returns whether a program computes gradients."""
     return "backward" in program["name"] or "bwd" in program["name"]
-
-
-def main() -> None:
-    """Prints the table, and writes it into the page with --write."""
-    parser = argparse.ArgumentParser(prog="python -m tests.support.fake_h100.table")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--cards", type=int, nargs="+", default=[90, 100])
-    parser.add_argument("--shapes", nargs="+", default=list(NAMES), choices=NAMES)
-    asked = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for capability in asked.cards:
-            cases = [case for name in asked.shapes for case in cases_of(name)]
-            for found in compiled(Path(folder), capability, cases):
-                rows.append(row_of(capability, found))
-                print(rows[-1], "graphs", found["graphs"], flush=True)
-    if asked.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        after = rest.partition(END)[2]
-        table = HEAD + "\n".join(rows) + "\n"
-        PAGE.write_text(f"{before}{BEGIN}{table}{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
