@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft import load_config, train
+from treegraft import load_config, session, train
 from treegraft.parts import RunReader
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
@@ -77,7 +77,6 @@ def measured(folder: Path, rate: float, seed: int, num_updates: int, num_steps: 
         "model.path": start,
         "warmup.num_steps": 0,
         "learn.lr": rate,
-        "health.symptoms_every": 1,
     }
     reader = RunReader(trained(folder / f"{rate:g}-{seed}", **settings))
     lines = [line for line in reader.clean_metrics()[0] if line["update"] > 0]
@@ -111,6 +110,8 @@ def main() -> None:
     is_quick = "--quick" in sys.argv
     folder = Path(next((one for one in sys.argv[1:] if one != "--quick"), "runs/alarms"))
     sizes = (WINDOW, 10) if is_quick else (NUM_UPDATES, 300)
+    # Each update is diagnosed, so that a warning is not late.
+    session.DIAGNOSED_EVERY = 1
     runs = []
     for rate in RATES[-1:] if is_quick else RATES:
         for seed in SEEDS[:1] if is_quick else SEEDS:

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Of a policy: those of a learner, or tensors by name."""
+DIAGNOSED_EVERY = 5
+"""Updates from one diagnosis to the next, which takes some forward passes."""
 SAVED = Path("treegraft")
 """In a checkpoint of a session without a run folder: the reference of its KL term, and the trees of
 the groups that it replays."""
@@ -773,9 +775,8 @@ class Session:
             kept, self._learned = self.learner.learn(mixed, chosen, budget_used)
             own = own.changed(self._replay.take_fresh(update, kept))
         self._last = own
-        every = self.config.health.symptoms_every
         with self.clock("symptoms"), measuring(self.learner, self._within.team) as scorer:
-            if every > 0 and update % every == 0:
+            if update % DIAGNOSED_EVERY == 0:
                 self._diagnose(own, scorer)
         self.remember(own.sampled, update)
         return own

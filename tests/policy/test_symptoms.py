@@ -243,14 +243,17 @@ def test_found_answers_on_paper() -> None:
     }
 
 
-def test_runs_are_the_same_with_and_without_symptoms(tmp_path: Path) -> None:
+def test_runs_are_the_same_with_and_without_symptoms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(name: str, every: int) -> Path:
+        monkeypatch.setattr("treegraft.session.DIAGNOSED_EVERY", every)
         own = {"name": name, "dir": str(tmp_path)}
-        tables = {"health": {"symptoms_every": every}, "explore": {"num_leaves": 6}}
+        tables = {"explore": {"num_leaves": 6}}
         no_eval = {"every": 0, "at_start": False, "at_end": False}
         return train(tiny(run=own, eval=no_eval, **tables)).run_dir
 
-    with_them, without = run("with", 1), run("without", 0)
+    with_them, without = run("with", 1), run("without", 1000)
     keys = {"learn/success_logprob_change", "learn/question_information"}
     keys |= {"learn/open_call_prob", "learn/open_answer_prob", "learn/open_prob"}
     lines = [

@@ -47,6 +47,29 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "engine": ("native", "vllm", "auto"),
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
+    "warning": (
+        "no_tool_calls",
+        "no_variance",
+        "entropy_collapse",
+        "success_falling",
+        "question_ignored",
+        "openings_falling",
+        "answer_not_found",
+        "policy_still",
+        "truncated",
+        "violated",
+        "failed",
+        "branch_unused",
+        "graft_unused",
+        "graft_untrue",
+        "answer_copied",
+        "held_out_differs",
+        "engine_drift",
+        "one_sign",
+        "tool_failing",
+        "tool_broken",
+        "not_finite",
+    ),
     "command": (
         *("init", "train", "sft", "eval", "run", "compare", "buffer", "view", "doctor", "config"),
     ),
@@ -89,7 +112,7 @@ class Brings(TypedDict, total=False):
     metrics: Mapping[str, str]
     """Keys of metrics, and what each means."""
     warnings: Mapping[str, Any]
-    """Each a `Rule` or its import path, by the setting of [health] that is its limit."""
+    """Each a `Rule` or its import path, by its name."""
 
 
 @dataclass(frozen=True, slots=True)

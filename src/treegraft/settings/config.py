@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from treegraft.core.errors import SettingError
 from treegraft.core.registry import Entry, extensions, loaded
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
-from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
     CreditSettings,
     EngineSettings,
@@ -190,7 +189,10 @@ class Config(Settings):
     )
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)
     track: TrackSettings = setting(TrackSettings(), same_answers=True)
-    health: HealthSettings = setting(HealthSettings(), resumable=True, ignored_by_eval=True)
+    health: dict[str, Literal["off"]] = setting(
+        {}, seam="warning", resumable=True, ignored_by_eval=True
+    )
+    """Warnings that are not given: health.truncated = "off". docs/warnings.md has their names."""
 
 
 def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:

@@ -31,7 +31,7 @@ def _names_wrong(config: Config) -> Iterator[Contradiction]:
     for dotted, setting in known_settings().items():
         if known := setting.names:
             value = value_of(config, dotted)
-            names = value if isinstance(value, list) else [value]
+            names = [value] if isinstance(value, str) else list(value)
             # A default such as "" or None is no name.
             own = [name for name in names if name != setting.field.default]
             for text in filter(None, (unknown_name(name, known, dotted) for name in own)):

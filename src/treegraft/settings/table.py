@@ -233,7 +233,7 @@ class Setting:
     def act(self, value: Any) -> Act:
         """Returns what this value of it would do."""
         if self.facts.seam:
-            named = value if isinstance(value, list) else [value]
+            named = [value] if isinstance(value, str) else value
             return "nothing" if all(one in self.names for one in named) else "imports"
         return self.facts.acts or ("unknown" if _takes_text(self.field.annotation) else "nothing")
 
