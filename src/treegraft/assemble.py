@@ -27,7 +27,7 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Filters, StepContent, Task, Tree
-from treegraft.explore.build import build_allocation, build_explorer
+from treegraft.explore.build import build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.shipped import use_template
@@ -269,7 +269,6 @@ class Parts:
             limits or training_limits(self.config),
             self.scorer,
             retriever=retriever,
-            allocate=build_allocation(self.config.explore),
         )
 
     def num_trees_at_once(self, num_leaves: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 
 from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.explore.build import build_explorer
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -256,43 +256,17 @@ def test_a_leaf_that_ends_is_not_waited_for_and_one_that_is_ahead_is_kept() -> N
     assert granted(rounds) == [((0, 0, 0), 1), ((0, 0, 1), 1)]
 
 
-def test_a_short_budget_goes_by_the_order_in_the_tree_or_by_entropy() -> None:
-    for ranking, expected in (
-        ("order", [((0, 0), 2), ((0, 1), 1)]),
-        ("entropy", [((0, 2), 2), ((0, 1), 1)]),
-    ):
-        budget = Budget(6)
-        budget.grant(Start(3))
-        rounds = Rounds(budget, ranking)  # type: ignore[arg-type]
-        for number in range(3):
-            rounds.open_start(number, number)
-        for number in (2, 0, 1):
-            rounds.propose(number, 1, (0, number), branch(2, change=float(number)))
-        assert granted(rounds) == expected
-        assert budget.state.num_leaves == 6
-        assert granted(rounds) == []
-
-
-def test_shares_answer_at_once_from_the_starts_own_part() -> None:
-    """Seven leaves, three starts: parts of 3, 2 and 2, so 2, 1 and 1 spare ones."""
-    budget = Budget(7)
+def test_a_short_budget_goes_by_the_order_in_the_tree() -> None:
+    budget = Budget(6)
     budget.grant(Start(3))
-    shares = Shares(budget, 3)
+    rounds = Rounds(budget)
     for number in range(3):
-        shares.open_start(number, number)
-    shares.propose(1, 1, (0, 1), branch(5))
-    assert granted(shares) == [((0, 1), 1)]
-    shares.propose(0, 1, (0, 0), branch(1))
-    (grant,) = shares.advance()
-    shares.open_branch("child", grant)  # one spare leaf is left: the parent's
-    shares.propose("child", 2, (0, 0, 1), branch(1))
-    assert granted(shares) == []
-    shares.propose(0, 2, (0, 0, 0), branch(1))
-    assert granted(shares) == [((0, 0, 0), 1)]
-    shares.open_start("late", 3)
-    shares.propose("late", 1, (0, 3), branch(1))
-    assert granted(shares) == []
+        rounds.open_start(number, number)
+    for number in (2, 0, 1):
+        rounds.propose(number, 1, (0, number), branch(2, change=float(number)))
+    assert granted(rounds) == [((0, 0), 2), ((0, 1), 1)]
     assert budget.state.num_leaves == 6
+    assert granted(rounds) == []
 
 
 def simulate(
@@ -335,21 +309,14 @@ def simulate(
     return sorted(opened)
 
 
-@pytest.mark.parametrize("kind", ["order", "entropy", "shares"])
 @given(seed=st.integers(0, 10_000), num_starts=st.integers(1, 5), extra=st.integers(0, 9))
-def test_law_12_grants_do_not_depend_on_arrival(
-    kind: str, seed: int, num_starts: int, extra: int
-) -> None:
+def test_law_12_grants_do_not_depend_on_arrival(seed: int, num_starts: int, extra: int) -> None:
     grown = []
     for attempt in range(3):
         budget = Budget(num_starts + extra)
         budget.grant(Start(num_starts))
-        allocation: Allocation = (
-            Shares(budget, num_starts) if kind == "shares" else Rounds(budget, kind)
-        )  # type: ignore[arg-type]
-        grown.append(
-            simulate(allocation, budget, num_starts, random.Random(seed * 3 + attempt), depth=3)
-        )
+        order = random.Random(seed * 3 + attempt)
+        grown.append(simulate(Rounds(budget), budget, num_starts, order, depth=3))
     assert grown[0] == grown[1] == grown[2]
 
 

@@ -272,9 +272,7 @@ def test_trackio(resumed: tuple[Path, list[str]]) -> None:
             seen[key][row["step"]] = row[key]
     wanted = expected(folder)
     assert {key: seen[key] for key in wanted} == wanted
-    assert any(
-        " at update 1" in alert["title"] for alert in SQLiteStorage.get_alerts("treegraft")
-    )
+    assert any(" at update 1" in alert["title"] for alert in SQLiteStorage.get_alerts("treegraft"))
 
 
 def test_mlflow(resumed: tuple[Path, list[str]]) -> None:

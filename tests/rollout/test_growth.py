@@ -34,7 +34,6 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
@@ -87,7 +86,6 @@ def make(
     *,
     entropy: float | Callable[[str], float] = 0.5,
     retriever: OneTrace | None = None,
-    allocate: Callable[[Budget], Allocation] = Rounds,
     latency_s: Callable[[], float] | None = None,
     engine: Any = None,
     **limits: Any,
@@ -112,7 +110,6 @@ def make(
         Limits(**{**fields, **limits}),
         leave,
         retriever=retriever,
-        allocate=allocate,
     )
 
 
@@ -509,16 +506,13 @@ class Belated(ScriptedEngine):
         return await super().complete(request)
 
 
-@pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 2)])
-def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
-    allocate: Callable[[Budget], Allocation],
-) -> None:
+def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing() -> None:
     engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
     explorer = EntropyBranching(
         EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
     )
     fields = {"deadline_s": 1.6, "num_leaves": 7, "max_completion_tokens": 200}
-    tree = grow(make(explorer, engine=engine, allocate=allocate, **fields))
+    tree = grow(make(explorer, engine=engine, **fields))
     assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
     assert "0.1.1" not in ids(tree) and len(tree.leaves) == 7
     assert "0.0.1" in ids(tree)
@@ -782,12 +776,9 @@ def mood(path: str) -> float:
     return 0.3 + (len(path) * 7919 % 13) / 13
 
 
-@pytest.mark.parametrize(
-    "allocate", [Rounds, lambda b: Rounds(b, "entropy"), lambda b: Shares(b, 2)]
-)
 @pytest.mark.parametrize("rule", ["threshold", "bernoulli"])
 def test_law_12_shuffled_latencies_give_the_same_trees(
-    allocate: Callable[[Budget], Allocation], rule: str
+    rule: str,
 ) -> None:
     found = []
     for seed in range(4):
@@ -797,7 +788,6 @@ def test_law_12_shuffled_latencies_give_the_same_trees(
             wander,
             entropy=mood,
             retriever=OneTrace(),
-            allocate=allocate,
             latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
             num_leaves=8,
             max_completion_tokens=200,

@@ -84,9 +84,7 @@ def at_end(**changes: Any) -> Callable[[int], dict[str, Any]]:
     )
 
 
-def warnings_of(
-    history: Sequence[Mapping[str, Any]], *silenced: str
-) -> list[list[HealthWarning]]:
+def warnings_of(history: Sequence[Mapping[str, Any]], *silenced: str) -> list[list[HealthWarning]]:
     """Returns for each line the warnings that stand after it."""
     monitor = Monitor(silenced)
     return [monitor.take(line)[0] for line in history]

@@ -16,6 +16,7 @@ from tests.support.tiny import differing, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
+from treegraft.extras.methods.dots import sampler as dots
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.checkpoint import read_state
@@ -30,7 +31,6 @@ REFERS: dict[str, Any] = {
     "kind": "difficulty",
     "encoder": "hashing",
     "num_references": 4,
-    "every": 2,
 }
 
 SamplerSettings = table_class("sampler")
@@ -91,9 +91,11 @@ def test_draws_without_replacement_have_the_chances() -> None:
     assert second[1] / second.total() == pytest.approx(2 / 3, abs=0.03)
 
 
-def test_chances_fall_with_the_distance_to_the_target() -> None:
+def test_chances_fall_with_the_distance_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates 0.4, 0.55 and 0.9 with target 0.6 and temperature 0.1: e^-2, e^-0.5 and e^-3."""
-    sampler = sampler_of("abc", target=0.6, temperature=0.1, decay=1.0)
+    monkeypatch.setattr(dots, "TARGET", 0.6)
+    monkeypatch.setattr(dots, "DECAY", 1.0)
+    sampler = sampler_of("abc", temperature=0.1)
     chances = np.exp([-2.0, -0.5, -3.0])
     # So many rollouts that the prior is nothing beside them.
     seen = {name: [rate * 1e9, 1e9, 1] for name, rate in zip("abc", (0.4, 0.55, 0.9), strict=True)}
@@ -111,8 +113,9 @@ def test_own_rollouts_with_a_prior_by_hand() -> None:
     assert sampler.estimates(2) == pytest.approx([0.675, 0.075, 0.375])
 
 
-def test_what_was_seen_fades() -> None:
-    sampler = sampler_of("ab", decay=0.5)
+def test_what_was_seen_fades(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dots, "DECAY", 0.5)
+    sampler = sampler_of("ab")
     sampler.take(1, [tree_of("a", [1.0] * 4)])
     sampler.take(2, [tree_of("b", [0.0, 0.0])])
     # At update 3, a's four rollouts count as one, b's two as one: the mean is 1/2.
@@ -151,8 +154,9 @@ def test_the_success_of_a_task_is_that_of_its_unaided_rollouts() -> None:
 # --- what is dealt --------------------------------------------------------------------------------
 
 
-def test_the_nearest_to_the_target_are_dealt() -> None:
-    sampler = sampler_of("abcdef", decay=1.0)
+def test_the_nearest_to_the_target_are_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dots, "DECAY", 1.0)
+    sampler = sampler_of("abcdef")
     rates = {"a": 0.0, "b": 1.0, "c": 0.5, "d": 0.25, "e": 0.875}
     sampler.take(1, [tree_of(name, [rate] * 8) for name, rate in rates.items()])
     # Of f the mean is expected, 0.525, and the prior draws the others to it: distances to 1/2 are
@@ -338,13 +342,8 @@ def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], about: str
 @pytest.mark.parametrize(
     "typed",
     [
-        ["sampler.target=0.3"],
-        ["sampler.kind=difficulty", "sampler.every=3"],
-        ["sampler.kind=difficulty", "sampler.attention_temperature=1"],
-        [
-            *("sampler.kind=difficulty", "sampler.encoder=hashing"),
-            *("sampler.num_references=2", "sampler.decay=0.5"),
-        ],
+        ["sampler.temperature=0.3"],
+        ["sampler.kind=epochs", "sampler.num_references=3"],
     ],
 )
 def test_settings_without_effect_are_refused(typed: list[str]) -> None:

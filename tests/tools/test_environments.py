@@ -40,7 +40,6 @@ from treegraft.core.types import (
     Trace,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
@@ -53,6 +52,7 @@ from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
+from treegraft.tools.environments import sessions
 from treegraft.tools.environments.own import ClassEnvironments, EnvironmentTool, capability_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
@@ -109,7 +109,6 @@ def make(
     replies: Any,
     explorer: Any = None,
     *,
-    allocate: Callable[[Budget], Allocation] = Rounds,
     retriever: Any = None,
     entropy: Any = 0.5,
     latency_s: Any = None,
@@ -137,7 +136,6 @@ def make(
         Limits(**{**fields, **limits}),
         RewardScorer(rewards, written_text=format.written_text),
         retriever=retriever,
-        allocate=allocate,
     )
 
 
@@ -307,20 +305,15 @@ def unsure_after_two(path: str) -> float:
 KINDS = (KeyDoor, CopiedKeyDoor, ReplayedKeyDoor)
 
 
-@pytest.mark.parametrize(
-    "allocate", [Rounds, lambda budget: Shares(budget, 1)], ids=["rounds", "shares"]
-)
 @pytest.mark.parametrize("made", KINDS)
-def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> None:
+def test_a_branch_begins_in_the_state_of_its_step(made: type) -> None:
     """One start takes the key, unlocks, and grows unsure; it and its branches each make move 3 on
     their own."""
     explorer = EntropyBranching(
         EntropySettings(num_starts=1, num_branches=2, probe_tokens=2, normaliser="none"),
         vocab_size=100,
     )
-    grower = make(
-        made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3, allocate=allocate
-    )
+    grower = make(made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3)
     tree = grow(grower)
     assert [step.id for step in tree.steps[1:]] == [
         *("0.0", "0.0.0", "0.0.0.0", "0.0.0.0.0", "0.0.0.1", "0.0.0.1.0", "0.0.0.2", "0.0.0.2.0"),
@@ -384,8 +377,9 @@ def test_a_wish_that_is_not_granted_costs_nothing() -> None:
     assert counts(grower)["num_replays"] == 0
 
 
-def test_steps_behind_too_many_calls_do_not_branch() -> None:
+def test_steps_behind_too_many_calls_do_not_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, num_replays in ((1, 0), (2, 1)):
+        monkeypatch.setattr(sessions, "MAX_REPLAY_CALLS", limit)
         explorer = EntropyBranching(
             EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
         )
@@ -394,7 +388,6 @@ def test_steps_behind_too_many_calls_do_not_branch() -> None:
             by_plan(*WAY_IN),
             explorer,
             entropy=unsure_after_two,
-            world={"max_replay_calls": limit},
         )
         tree = grow(grower)
         assert len(tree.leaves) == 2 and all(leaf.reward == 1.0 for leaf in tree.leaves)

@@ -1,4 +1,4 @@
-"""From [explore] to an explorer and to who gets a tree's branches."""
+"""From [explore] to an explorer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from treegraft.core.import_paths import make, pick
 from treegraft.core.interfaces import Explorer
 from treegraft.core.kinds import ExplorerFacts
 from treegraft.core.registry import loaded
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
@@ -79,10 +78,3 @@ def num_starts(settings: ExploreSettings) -> int:
             num: int = value_of(settings, kind.leaves.removeprefix("explore."))
             return min(num, settings.num_leaves)
     return settings.num_leaves
-
-
-def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
-    """Returns a function that makes, for each tree, the rule that grants its branches."""
-    if settings.entropy.allocation == "shares":
-        return lambda budget: Shares(budget, min(num_starts(settings), budget.max_leaves))
-    return lambda budget: Rounds(budget, settings.entropy.ranking)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.registry import extensions, registered
@@ -340,7 +340,7 @@ def check(
     return [
         *_rewards_contradicted(config, environment),
         *_branches_contradicted(config, explorer, tools, environment),
-        *_calls_contradicted(config, [tool.name for tool in tools]),
+        *_calls_contradicted(config, tools),
         *_grafts_contradicted(config, environment),
     ]
 
@@ -421,23 +421,14 @@ def _branches_contradicted(
         )
 
 
-def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:
+def _calls_contradicted(config: Config, tools: Sequence[Tool]) -> Iterator[Contradiction]:
     """Calls that an explorer begins for an agent that has no such tool."""
     for name, kind in chosen_kinds(config).items():
-        if not kind.tool:
-            continue
-        wanted: str = value_of(config, kind.tool)
-        if not names:
+        if kind.begins_calls and not tools:
             yield Contradiction(
                 ("explore.explorers", "tools.use"),
                 f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
                 f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out.",
-            )
-        elif wanted and wanted not in names:
-            yield Contradiction(
-                (kind.tool, "tools.use"),
-                f"{kind.tool}: got '{wanted}', expected one of {', '.join(names)}, or an empty text"
-                f" for the first.{nearest(wanted, names)}",
             )
 
 

@@ -147,14 +147,6 @@ class EntropySettings(Settings):
     )
     """Divisor of the summed change in nats: the vocabulary's size V (ARPO's paper), ln V (the
     released codes; the default with "balanced"), or 1."""
-    allocation: Literal["round", "shares"] = "round"
-    """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
-    "shares" gives each start its own part, so that no decision waits."""
-    ranking: Literal["order", "entropy"] = setting(
-        "order", idle_unless=when("explore.entropy.allocation", "round")
-    )
-    """Who comes first within a round: the order in the tree (the released code), or the largest
-    entropy change."""
 
 
 class GraftSettings(Settings):

@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, ExplorerKind, Registry, Settings, setting, value_of
-
-
-class BalancedSettings(Settings):
-    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
-    [explore.entropy]."""
-
-    budget_weight: float = setting(0.5, ge=0)
-    """How strongly entropy after results moves leaves from the prompt to branches (AEPO's beta; 0.5
-    in its code): of k leaves, k * sigmoid(-this * the mean rise) start at the prompt."""
-    penalty: float = setting(0.05, ge=0, le=1)
-    """Loss of branching probability for each of the path's latest branches in a row, as a share
-    (AEPO's gamma'; 0.05 in its code)."""
+from treegraft.parts import ExplorerKind, Registry, Settings, setting, value_of
 
 
 class _CreditFields(Settings):
@@ -38,16 +25,6 @@ def _base_counts(config: Any) -> str:
     if value_of(config, "explore.entropy.rule") == "threshold":
         return ""
     return "explore.explorers has 'balanced', whose coin knows explore.entropy.threshold alone"
-
-
-def _wrong(config: Any) -> Iterator[Contradiction]:
-    explore = config.explore
-    if "balanced" in explore.explorers and explore.entropy.allocation == "shares":
-        yield Contradiction(
-            ("explore.entropy.allocation", "explore.explorers"),
-            "explore.entropy.allocation: got 'shares', but with \"balanced\" nobody knows how many"
-            " starts there will be to share the leaves; take 'round'.",
-        )
 
 
 def register(registry: Registry) -> None:
@@ -72,8 +49,6 @@ def register(registry: Registry) -> None:
             },
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
         ),
-        table=BalancedSettings,
-        checks=(_wrong,),
     )
     registry.credit(
         "token_entropy_weight",

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from treegraft import Origin, Step, Trajectory, Tree
-from treegraft.extras.methods.axpo import names_tools
 from treegraft.parts import (
     ExplorerKind,
     Independent,
@@ -23,6 +22,8 @@ from treegraft.parts import (
 )
 
 RULE = "commit"
+MIN_REWARD = 1.0
+"""Reward from which a rollout did not fail: that of a right answer."""
 
 
 def _quarter_of_the_leaves(config: Any) -> int:
@@ -48,14 +49,9 @@ class CommitSettings(Settings):
     thought; "anew", the step's beginning without its thought, up to the first token in which the
     tree's own steps of the other kind differ from it, where there is such a step. For agents that
     decide in their thoughts."""
-    tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
-    """The tool whose call is opened in place of an answer; empty for each one that the tree's
-    rollouts called, in turn, and for the first where they called one or none."""
     answers: bool = setting(True, default_of=_marks_answers)
     """Whether answers are begun in place of calls, too, where no rollout has answered; the format
     "chat" has no mark that begins one."""
-    min_reward: float = 1.0
-    """Reward from which a rollout did not fail."""
 
 
 class CommitBranching(Independent):
@@ -92,7 +88,7 @@ class CommitBranching(Independent):
         once, where only some of the first ones have; nothing after a success otherwise."""
         own, paths = self._settings, tree.trajectories()
         members = [path for path in paths if path.status.rule.in_group]
-        succeeded = [(path.reward or 0.0) >= own.min_reward for path in members]
+        succeeded = [(path.reward or 0.0) >= MIN_REWARD for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
             has_more = len(tree.leaves) > own.num_starts or any(path.is_retry for path in members)
@@ -149,9 +145,8 @@ class CommitBranching(Independent):
         ]
 
     def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
-        """The tools whose calls are begun in turn; None for the first one."""
-        if self._settings.tool:
-            return [self._settings.tool]
+        """The tools whose calls are begun in turn, those that were called; None, if that is one or
+        none, for the first one that there is."""
         steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
         called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
         return [*called] if len(called) > 1 else [None]
@@ -175,11 +170,8 @@ class CommitBranching(Independent):
                 yield opening
 
     def _is_of(self, step: Step, kind: Literal["call", "answer"]) -> bool:
-        """Whether a step answered, or called the tool whose calls are begun."""
-        if kind == "answer":
-            return step.content.answer is not None
-        calls, tool = step.content.calls, self._settings.tool
-        return bool(calls) and (not tool or calls[0].name == tool)
+        """Whether a step answered, or called a tool."""
+        return step.content.answer is not None if kind == "answer" else bool(step.content.calls)
 
 
 def _is_own(step: Step) -> bool:
@@ -218,7 +210,7 @@ def register(registry: Registry) -> None:
             begins_below=True,
             compares_together=True,
             teaches=lambda config: True,
-            tool="explore.commit.tool",
+            begins_calls=True,
         ),
         table=CommitSettings,
     )
