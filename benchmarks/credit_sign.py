@@ -65,11 +65,10 @@ from treegraft.core.types import (
     Trajectory,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget
-from treegraft.explore.build import build_allocation, build_explorer
+from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.rollout.loop import Grower
-from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.traces.rollout_buffer import RolloutBuffer
 
@@ -168,10 +167,10 @@ class Valued:
         part, self.queue = self.queue[:8], self.queue[8:]
         return part or Start(0)
 
-    def allocation(self, config: Config) -> Callable[[Budget], Allocation]:
+    def allocation(self) -> Callable[[Budget], Allocation]:
         def allocate(budget: Budget) -> Allocation:
             self.budget = budget
-            return build_allocation(config.explore)(budget)
+            return Rounds(budget)
 
         return allocate
 
@@ -305,7 +304,7 @@ async def valued_tree(
         training_limits(config),
         parts.scorer,
         retriever=retriever,
-        allocate=explorer.allocation(config),
+        allocate=explorer.allocation(),
     )
     key = (config.run.seed, "credit_sign", 0)
     tree = await grower.grow(task, noise_key=key, group_id=f"0/{task.id}")

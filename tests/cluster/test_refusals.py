@@ -190,10 +190,6 @@ def test_settings_of_a_cluster_elsewhere(
         ({"cluster": {"server_gpus": 2, "engines": 3}}, "engines-invalid"),
         ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner-ranks-invalid"),
         ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "ranks-unequal"),
-        (
-            {"learn": {"replicate": 2}, "cluster": {"learner_ranks": 3}},
-            "replicate-invalid",
-        ),
     ],
 )
 def test_what_does_not_fit_a_cluster(tables: dict[str, Any], code: str) -> None:

@@ -45,7 +45,7 @@ GRAFTED = Part.of(
 
 def settings(**tables: Any) -> Config:
     """Small packs, so that trees are split and there are several packs."""
-    learn = {"lr": 1e-2, "max_pack_tokens": 24, "vocab_chunk": 5}
+    learn = {"lr": 1e-2, "max_pack_tokens": 24}
     return load_config({**tables, "learn": {**learn, **tables.get("learn", {})}})
 
 
@@ -333,7 +333,6 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
         ranks, settings(learn={"max_pack_tokens": 8192, "max_grad_norm": 1e9})
     ),
     "offload": lambda ranks: law_13(ranks, settings(learn={"offload": True})),
-    "replicate": lambda ranks: law_13(ranks, settings(learn={"replicate": 2})),
     "twice": lambda ranks: twice(ranks, settings()),
     "skipped": lambda ranks: skipped(ranks, settings()),
     "files": lambda ranks: own_files(ranks, settings(), "llama"),

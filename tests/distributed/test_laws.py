@@ -13,7 +13,7 @@ from tests.distributed.jobs import ranks_of
 NAMES = {
     2: (
         *("llama", "tied", "minibatches", "kl", "halved", "lora", "lessons", "stored", "idle"),
-        *("offload", "replicate", "twice", "skipped", "resumed"),
+        *("offload", "twice", "skipped", "resumed"),
         *("files", "files tied", "adapter kept"),
     ),
     3: ("idle",),

@@ -124,12 +124,6 @@ def test_ranks_of_other_software_are_refused(changed: dict[str, str], said: str)
     assert re.match(said, found) and bool(found) == bool(said)
 
 
-def test_copies_of_the_weights_divide_the_number_of_ranks() -> None:
-    assert not ranks.layout_problem(settings(learn={"replicate": 2}), 4)
-    said = ranks.layout_problem(settings(learn={"replicate": 3}), 4)
-    assert said.startswith("learn.replicate: got 3 with 4 ranks; expected a divisor")
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
     for family in ("llama", "qwen3"):

@@ -27,7 +27,7 @@ from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
 from tests.tools import test_environments as worlds
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
-from treegraft.algo.groups import by_place, split_advantages
+from treegraft.algo.groups import by_place
 from treegraft.algo.rapo import path_retrieved_frac
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Restarting
@@ -366,10 +366,6 @@ def test_a_tree_without_a_rollout_is_refused() -> None:
         (["buffer.min_similarity=0.5"], "override-idle"),
         (["buffer.random_prob=0.5"], "override-idle"),
         (["buffer.num_tries=2"], "override-idle"),
-        (
-            ["explore.prefix.rule=whole", "credit.stored=own", "credit.advantage=tree_grpo"],
-            "override-idle",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_stored_trajectories(overrides: list[str], code: str) -> None:
@@ -529,18 +525,6 @@ def test_groups_that_vary_between_places_alone_teach_nothing() -> None:
     assert sampled.num_rounds == 2
 
 
-def test_statistics_of_the_own_rollouts_alone() -> None:
-    """Rewards 0, 1, 1 of its own and 1 of a stored one: mean 2/3, deviation sqrt(1/3)."""
-    found = split_advantages([0.0, 1.0, 1.0, 1.0], [True, True, True, False], eps=0.0)
-    scale = (1 / 3) ** 0.5
-    assert list(found) == pytest.approx(
-        [-2 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale]
-    )
-    # Own rewards that are all equal have no deviation to divide by.
-    assert list(split_advantages([0.0, 0.0, 1.0], [True, True, False])) == [0.0, 0.0, 1.0]
-    assert list(split_advantages([1.0], [False])) == [0.0]
-
-
 # ---------------------------------------------------------------------- law 1
 
 
@@ -619,12 +603,12 @@ def test_law_1_luffys_loss_on_a_whole_trajectory(aggregation: Any) -> None:
 
 
 def test_a_whole_trajectory_teaches_where_all_rollouts_fail() -> None:
-    """Own statistics: the rollouts have advantage 0, the stored trajectory 1."""
+    """The rollouts lose what the stored trajectory wins."""
     tree = restarted(
         Part("ss", reward=0.0), Part("s", reward=0.0), Part("rrr", reward=1.0, lesson=2)
     )
-    credited = assign_credit(tree, stored="own")
-    assert [leaf.advantage for leaf in credited.leaves] == [0.0, 0.0, 1.0]
+    credited = assign_credit(tree, advantage="dr_grpo")
+    assert [leaf.advantage for leaf in credited.leaves] == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
     learner, _ = make_learner(build_model("llama"), LossSettings(graft_coef=1.0))
     _, metrics = learner.learn([credited])
     assert metrics["learn/skipped_groups_frac"] == 0 and metrics["learn/loss"] > 0

@@ -120,10 +120,11 @@ SHAPE = ModelShape(
 )
 
 
-def test_parts_of_a_learner_by_hand() -> None:
+def test_parts_of_a_learner_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "VOCAB_CHUNK", 4)
     model = {"path": "a/b", "dtype": "bfloat16"}
     recipe = {"model": model, "learn": {"max_pack_tokens": 10}}
-    config = load_config(recipe, ["learn.vocab_chunk=4"])
+    config = load_config(recipe)
     assert SHAPE.learner_parts(config, 1) == {
         "weights": 2000,
         "masters": 4000,

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.slow_learner import example_trees
 from treegraft.core.errors import KernelError
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
+from treegraft.policy.learn import scores
 from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn import tree_attention as module
 from treegraft.policy.learn.dense import subtree_ends
@@ -222,10 +224,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     module._tree_kernels.cache_clear()
 
 
-def learn_once(**learn: Any) -> float:
-    learner = Learner(
-        build_model("llama"), LearnSettings(**learn), LossSettings(), length_constant=7
-    )
+def learn_once() -> float:
+    learner = Learner(build_model("llama"), LearnSettings(), LossSettings(), length_constant=7)
     scores, _ = learner.scores(pack_trees(example_trees(2)))
     scores.sum().backward()
     return float(scores.detach().sum())
@@ -243,16 +243,8 @@ def test_without_a_compiler_torchs_operators_do_it(
         caplog.text.count("no C compiler was found") == 1
         and "attention over trees takes torch's operators" in caplog.text
     )
-    assert found == pytest.approx(learn_once(compile_kernels=False), abs=1e-4)
-
-
-def test_they_are_not_asked_for_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_them = learn_once()
-    monkeypatch.setattr(
-        "treegraft.policy.learn.tree_attention.tree_kernels",
-        lambda *_: pytest.fail("they were asked for"),
-    )
-    assert learn_once(compile_kernels=False) == pytest.approx(with_them, abs=1e-4)
+    monkeypatch.setattr(scores, "PackedPlan", partial(PackedPlan, compile_kernels=False))
+    assert found == pytest.approx(learn_once(), abs=1e-4)
 
 
 def test_kernels_that_are_off_are_not_used(

@@ -68,7 +68,7 @@ def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
     kind = vllm.pop("publish", "disk")
-    vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
+    vllm = {"servers": [one.url for one in fakes]} | vllm
     return load_config(
         tiny(
             run={"dir": str(folder)},
@@ -287,7 +287,11 @@ def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.M
         run(servers, tmp_path, work)
 
 
-def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
+def test_without_a_server_left_the_engine_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treegraft.policy.engine.vllm.servers.READY_S", 0.5)
+
     async def work(engine: VllmEngine) -> None:
         await asyncio.to_thread(servers[0].die)
         with raises_code("no-server-left"):
@@ -295,7 +299,7 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         assert isinstance(engine.death, EngineError)
 
     with fakes(MODEL) as servers:
-        run(servers, tmp_path, work, start_timeout_s=0.5)
+        run(servers, tmp_path, work)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

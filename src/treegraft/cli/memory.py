@@ -195,8 +195,7 @@ def needed(config: Config, shape: ModelShape, place: Place) -> dict[str, float]:
         rows = min(config.engine.max_rows, leaves)
         parts["Python and packages"] = _PACKAGES_BYTES
         parts["engine's weights"] = weights
-        if native.pack_weights:
-            parts["engine's packed weights"] = weights
+        parts["engine's packed weights"] = weights
         parts["keys and values"] = min(rows * path, 1e9 * native.cpu_cache_gb)
     elif config.engine.kind != "vllm":
         parts["engine's weights"] = weights
@@ -329,8 +328,6 @@ def _savings(config: Config, place: Place) -> Iterator[str]:
         yield "engine.native.cache_gb=1"
     if not model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
-    if has_cache and native.pack_weights:
-        yield "engine.native.pack_weights=false"
     if _num_servers_beside(config, place) and not config.engine.vllm.sleep:
         yield "engine.vllm.sleep=true"
     if place.num_ranks > 1 and not learn.offload:

@@ -118,13 +118,13 @@ class Job:
         Fewer than asked for only where some were there and learn.ranks leaves it open.
         """
         settings, learn = cluster_settings(self._config), self._config.learn
-        wanted, unit = settings.num_ranks, learn.replicate
+        wanted = settings.num_ranks
         name = "GPU" if settings.learner_gpus else "CPU"
-        least = unit if is_again and learn.ranks == "auto" else wanted
+        least = 1 if is_again and learn.ranks == "auto" else wanted
         began, told = time.monotonic(), float("-inf")
         while not self._stop.is_asked:
             has = await asyncio.to_thread(reachable, name) - self._others.get(name, 0.0)
-            fits = min(wanted, int(has) // unit * unit)
+            fits = min(wanted, int(has))
             if fits >= least:
                 if fits < wanted:
                     self._say(f"there is room for {fits} of {wanted} ranks; they go on")

@@ -90,12 +90,6 @@ def refuse_unfit(config: Config) -> None:
             ' be equal. Leave it at "auto", or set cluster.learner_gpus or cluster.learner_ranks.',
             code="ranks-unequal",
         )
-    if num_ranks % learn.replicate:
-        raise SettingError(
-            f"learn.replicate: got {learn.replicate} with {num_ranks} ranks; expected a divisor of"
-            " the number of ranks. Change it, or cluster.learner_gpus or cluster.learner_ranks.",
-            code="replicate-invalid",
-        )
 
 
 @contextmanager

@@ -393,7 +393,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weights[is_graft],
             coef=settings.graft_coef,
             form=settings.graft_form,
-            gamma=settings.graft_gamma,
         )
         found: Tensor = imitated.sum() - (weights * logprobs)[~is_graft].sum()
         return found

@@ -103,13 +103,13 @@ class Learner:
         self._loss, self._form = loss, find_form(loss)
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
-        self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
+        self.packing_problem = packing_problem(model)
         """Why trees are run row by row; None where they are packed."""
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
         self._team, self._shares_card = team or Alone(), shares_card
-        self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
+        self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )

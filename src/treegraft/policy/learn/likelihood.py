@@ -26,13 +26,13 @@ class Likelihood:
         """Takes over `model`, whose attention becomes ours where that can be."""
         self._device = base_model(model).device
         self._limit = settings.max_pack_tokens
-        self.packing_problem = packing_problem(model, compile_kernels=settings.compile_kernels)
+        self.packing_problem = packing_problem(model)
         """Why trees are run row by row; None where they are packed."""
         if self.packing_problem is None:
             install_attention(model)
         self.fingerprint = ModelWeights(plain_weights(model)).fingerprint
         """Checksum of the weights."""
-        self._scoring = ScoringModel(model, settings, is_packed=self.packing_problem is None)
+        self._scoring = ScoringModel(model, is_packed=self.packing_problem is None)
 
     @torch.no_grad()
     def __call__(self, trees: Sequence[Tree]) -> list[dict[str, float]]:

@@ -35,7 +35,6 @@ def find_form(settings: LossSettings) -> LossForm:
         entropy_coef=settings.entropy_coef,
         graft_coef=settings.graft_coef,
         graft_form=settings.graft_form,
-        graft_gamma=settings.graft_gamma,
     )
 
 
@@ -109,7 +108,6 @@ def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         kept_low=settings.kept_low,
-        kept_high=settings.kept_high,
         shaping=shaping,
     )
 

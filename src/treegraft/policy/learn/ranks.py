@@ -188,7 +188,7 @@ class Ranks:
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
         if self.rank == 0:
-            problem = layout_problem(config, self.size) or _difference(config, hellos)
+            problem = _difference(config, hellos)
             self._store.set("verdict", problem)
             if problem:
                 raise SettingError(problem, code="ranks-differ")
@@ -415,16 +415,6 @@ def _difference(config: Config, hellos: Sequence[Hello]) -> str:
                 f"{where}: its settings differ from those of rank 0: {'; '.join(other)} there. Give"
                 " every rank the same recipe and overrides."
             )
-    return ""
-
-
-def layout_problem(config: Config, size: int) -> str:
-    """Returns why the settings do not fit the number of ranks, "" where they do."""
-    if size % config.learn.replicate:
-        return (
-            f"learn.replicate: got {config.learn.replicate} with {size} ranks; expected a divisor"
-            " of the number of ranks."
-        )
     return ""
 
 

@@ -17,7 +17,7 @@ from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem
-from treegraft.settings.policy import LearnSettings
+from treegraft.policy.shapes import VOCAB_CHUNK
 
 Scores = tuple[Tensor, Tensor]
 
@@ -202,7 +202,7 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
 
 
 @torch.no_grad()
-def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | None:
+def packing_problem(model: nn.Module) -> str | None:
     """Returns why this model's attention cannot run on packed trees, or None where it can.
 
     Our attention is tried on two branches over one prefix: every layer has to call it, and the
@@ -233,7 +233,7 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     columns: dict[str, Any] = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
     columns |= {"token_ids": ids, "position_ids": positions}
     batch = TreeBatch(**columns, trees=(tree,), paths=(), step_offsets=())
-    plan = PackedPlan(batch, compile_kernels=compile_kernels)
+    plan = PackedPlan(batch)
     plain = torch.stack(
         [
             decoder(model)(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
@@ -270,7 +270,7 @@ class ScoringModel(nn.Module):
     it and their gradients summed after it.
     """
 
-    def __init__(self, model: Any, settings: LearnSettings, *, is_packed: bool = True) -> None:
+    def __init__(self, model: Any, *, is_packed: bool = True) -> None:
         """Takes over `model`.
 
         Args:
@@ -281,7 +281,7 @@ class ScoringModel(nn.Module):
         # Of divided weights, which have no place yet, `ShardedLearner` does so.
         if is_packed and inner.device.type == "cuda":
             prove_flex(inner.config.get_text_config(), inner.dtype, inner.device)
-        self._settings, self._is_packed = settings, is_packed
+        self._is_packed = is_packed
         self._head = OutputHead(model)
 
     def forward(
@@ -291,7 +291,7 @@ class ScoringModel(nn.Module):
         of the imitated tokens after them; with `wants_argmax` the most likely tokens instead."""
         targets, temperatures = self._wanted(batch, takes_imitated)
         hidden = self._hidden(batch)[: targets.numel()]
-        chunk = self._settings.vocab_chunk
+        chunk = VOCAB_CHUNK
         if wants_argmax:
             return chunked_argmax(self._head, hidden, chunk)
         return chunked_scores(self._head, hidden, targets, temperatures, chunk)
@@ -307,10 +307,10 @@ class ScoringModel(nn.Module):
     def _hidden(self, batch: TreeBatch) -> Tensor:
         if not self._is_packed:
             return rowwise_hidden(self.model, batch)
-        return packed_hidden(self.model, batch, compile_kernels=self._settings.compile_kernels)
+        return packed_hidden(self.model, batch)
 
 
-def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048) -> Scores:
+def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB_CHUNK) -> Scores:
     """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
     order of `batch.sampled`.
 

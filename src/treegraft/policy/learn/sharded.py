@@ -117,7 +117,7 @@ def refuse(model: Any, config: Config) -> None:
         raise ModelError(
             f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
         )
-    problem = packing_problem(model, compile_kernels=config.learn.compile_kernels)
+    problem = packing_problem(model)
     if problem is not None:
         raise ModelError(
             f"model '{config.model.path}': its trees cannot be packed ({problem}), which several"
@@ -200,17 +200,13 @@ class ShardedLearner(Learner):
         self._source = self._weight_files = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
-        learn, ranks, shards = self._config.learn, self.ranks, self._num_shards
+        learn, ranks = self._config.learn, self.ranks
         if ranks.device.type == "cuda":
             config = base_model(scoring.model).config.get_text_config()
             prove_flex(config, self._dtype, ranks.device)
-        sizes: tuple[int, ...] = (learn.replicate, shards)
-        names: tuple[str, ...] = ("replicate", "shard")
-        if learn.replicate == 1:
-            sizes, names = sizes[1:], names[1:]
         is_low = self._config.model.dtype != "float32"
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names),
+            "mesh": init_device_mesh(ranks.device.type, (ranks.size,)),
             # The root too, so that between passes every weight is its shard.
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(
@@ -260,12 +256,6 @@ class ShardedLearner(Learner):
             local.copy_(whole if local is weight else whole[first : first + local.shape[0]])
 
     @property
-    def _num_shards(self) -> int:
-        """Parts of each weight; every further rank holds a copy of one."""
-        count: int = self.ranks.size // self._config.learn.replicate
-        return count
-
-    @property
     def _dtype(self) -> torch.dtype:
         return DTYPES[self._config.model.dtype]
 
@@ -305,7 +295,7 @@ class ShardedLearner(Learner):
         for name, tensor in named_weights(self.model, whole):
             value, first = local_rows(tensor)
             # Of what several ranks hold, one counts.
-            num_counted = self._num_shards if isinstance(tensor, DTensor) else 1
+            num_counted = self.ranks.size if isinstance(tensor, DTensor) else 1
             is_counted = self.ranks.rank < num_counted
             value = value.to(dtype) if value.is_floating_point() else value
             facts[name] = (str(value.dtype), tuple(tensor.shape))
@@ -347,8 +337,7 @@ class ShardedLearner(Learner):
         self.ranks.barrier()
         self.reference = Reference(self.model)
         if is_new:
-            if self.ranks.rank < self._num_shards:
-                self.reference.save(folder, self._suffix, is_first=self.ranks.rank == 0)
+            self.reference.save(folder, self._suffix, is_first=self.ranks.rank == 0)
         else:
             self.reference.load(folder)
         self.ranks.barrier()
@@ -374,8 +363,7 @@ class ShardedLearner(Learner):
             if is_main:
                 self.model.save_pretrained(folder / ADAPTER, state_dict=adapters)
         path = folder / "treegraft" / f"optimiser{self._suffix}.safetensors"
-        if self.ranks.rank < self._num_shards:
-            write_rows(path, self.state(), is_first=is_main)
+        write_rows(path, self.state(), is_first=is_main)
         self.ranks.barrier()
 
     @torch.no_grad()
