@@ -47,8 +47,10 @@ BOXES = ("\\boxed{ w3 }", "\\boxed{ w9 }")
 WRONG = f"<answer>{BOXES[0]}</answer>"
 
 
-def commit(**fields: Any) -> CommitBranching:
-    return CommitBranching(CommitSettings(**{"num_starts": 2, "num_retries": 2, **fields}))
+def commit(num_retries: int = 2, **fields: Any) -> CommitBranching:
+    explorer = CommitBranching(CommitSettings(**{"num_starts": 2, **fields}))
+    explorer.num_retries = num_retries
+    return explorer
 
 
 def gives_up(path: str) -> str:
@@ -207,7 +209,8 @@ def test_in_an_environment_it_stands_where_the_step_began(made: type) -> None:
         def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
             return ["enter"]
 
-    explorer = Entering(CommitSettings(num_starts=1, num_retries=1))
+    explorer = Entering(CommitSettings(num_starts=1))
+    explorer.num_retries = 1
     tree = worlds.grow(worlds.make(made, replies, explorer, num_leaves=4))
     assert places(tree) == ["0.0.0.0", "0.0.0"]
     assert sorted(leaf.reward or 0.0 for leaf in tree.leaves) == [0.0, 0.5, 1.0]

@@ -367,6 +367,7 @@ def test_the_recipe_of_the_page_runs(
     """The blocks marked runnable run in test_readme; this one needs the extras."""
     (block,) = re.findall(r"```toml\n(# tracked\.toml\n.*?)```", PAGES["trackers.md"], re.S)
     track = tomllib.loads(block)["track"]
+    monkeypatch.setenv("TRACKIO_PROJECT", "search-agents")
     for name in track["trackers"]:
         needs(resumed[1], name)
     settings = tiny(
@@ -377,5 +378,5 @@ def test_the_recipe_of_the_page_runs(
     train(settings)
     from trackio.sqlite_storage import SQLiteStorage
 
-    assert SQLiteStorage.get_runs(track["project"]) == ["page"]
+    assert SQLiteStorage.get_runs("search-agents") == ["page"]
     assert [*(tmp_path / "page" / "wandb").glob("offline-run-*/*.wandb")] != []

@@ -44,8 +44,6 @@ def kept(filters: Filters, logits: torch.Tensor = LOGITS, temperature: float = 1
         (Filters(top_p=0.45), [1, 3]),
         (Filters(top_p=0.75), [0, 1, 3]),
         (Filters(top_p=1e-9), [1]),
-        (Filters(min_p=0.6), [1, 3]),  # .3 / .4 = .75, .2 / .4 = .5
-        (Filters(min_p=1.0), [1]),
         # of .4, .3 left by top-k, .4 / .7 = .57 alone reach .55; of all four they do not
         (Filters(top_k=2, top_p=0.55), [1]),
         (Filters(top_p=0.55), [1, 3]),
@@ -76,7 +74,6 @@ def test_the_penalty_divides_positive_logits_of_the_path_and_multiplies_negative
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.integers(0, 12),
     top_p=st.sampled_from([1.0, 0.95, 0.613, 0.2]),
-    min_p=st.sampled_from([0.0, 0.05, 0.37]),
     penalty=st.sampled_from([1.0, 1.1, 2.0]),
 )
 def test_they_are_those_of_transformers(
@@ -85,7 +82,6 @@ def test_they_are_those_of_transformers(
     temperature: float,
     top_k: int,
     top_p: float,
-    min_p: float,
     penalty: float,
 ) -> None:
     path = [token % len(logits) for token in path]
@@ -95,11 +91,10 @@ def test_they_are_those_of_transformers(
         hf.TemperatureLogitsWarper(temperature),
         hf.TopKLogitsWarper(top_k) if top_k else None,
         hf.TopPLogitsWarper(top_p) if top_p < 1 else None,
-        hf.MinPLogitsWarper(min_p) if min_p else None,
     ):
         if processor is not None:
             scores = processor(ids, scores)
-    filters = Filters(top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    filters = Filters(top_k=top_k, top_p=top_p, repetition_penalty=penalty)
     ours = filtered(torch.tensor(logits), temperature, filters, path)
     torch.testing.assert_close(ours.softmax(dim=0), scores[0].softmax(dim=0), atol=1e-5, rtol=1e-4)
 

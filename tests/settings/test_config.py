@@ -309,13 +309,6 @@ def test_missing_files(tmp_path: Path) -> None:
             'expected "entropy" in the first place',
         ),
         (
-            {
-                "reward": {"funcs": ["f1", "overlong"], "overlong_tokens": 97},
-                "rollout": {"max_completion_tokens": 96},
-            },
-            "reward.overlong_tokens: got 97, expected at most rollout.max_completion_tokens",
-        ),
-        (
             {"explore": {"explorers": ["independent", "tree_search"]}},
             'expected "tree_search" in the first place',
         ),

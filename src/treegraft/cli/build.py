@@ -43,9 +43,6 @@ RETIRED = {
     "--num-tasks": "buffer.build.num_tasks={}",
     "--temperature": "buffer.build.temperature={}",
     "--concurrency": "buffer.build.max_concurrent={}",
-    "--max-tokens": "buffer.build.max_reply_tokens={}",
-    "--timeout-s": "buffer.build.timeout_s={}",
-    "--retries": "buffer.build.max_retries={}",
     "--api-key-env": "buffer.build.api_key_env={}",
 }
 """Options of 0.7, with what is written in place of each."""

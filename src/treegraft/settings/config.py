@@ -22,7 +22,6 @@ from treegraft.settings.policy import (
     WarmupSettings,
 )
 from treegraft.settings.table import (
-    Condition,
     Setting,
     Settings,
     by_model,
@@ -89,10 +88,6 @@ class ReplaySettings(Settings):
     fresh_frac: float = setting(1.0, gt=0, le=1)
     """Share of run.tasks_per_update that is sampled anew (sigma, 0.5 in the paper); the rest are
     groups of earlier updates. 1 replays none."""
-    capacity: int = setting(
-        512, ge=1, idle_unless=Condition("replay.fresh_frac", lambda share: share < 1)
-    )
-    """Groups that are kept, one for each task, the latest."""
 
     def num_replayed(self, size: int) -> int:
         """Returns how many of an update's `size` groups are of earlier updates."""
@@ -116,12 +111,9 @@ class EvalSettings(Settings):
     temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"), same_answers=True)
     """Temperature of the sampled trajectories; 1 measures the policy itself."""
     top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
-    """Sample from the so many most likely tokens; 0 takes all. First of the three limits."""
+    """Sample from the so many most likely tokens; 0 takes all. First of the two limits."""
     top_p: float = setting(1.0, gt=0, le=1, idle_unless=when("eval.num_samples"))
     """Sample from the fewest tokens that have this probability together, after `top_k`; 1 takes
-    all."""
-    min_p: float = setting(0.0, ge=0, le=1, idle_unless=when("eval.num_samples"))
-    """Sample from tokens with at least this share of the most likely one's probability; 0 takes
     all."""
     repetition_penalty: float = setting(1.0, gt=0)
     """Divides the positive logits of tokens that the path already holds, and multiplies the

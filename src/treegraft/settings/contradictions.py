@@ -139,7 +139,7 @@ def _engine_wrong(config: Config) -> Iterator[Contradiction]:
         )
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:
-        plain |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        plain |= {"top_k": 0, "top_p": 1.0}
     for name, value in plain.items():
         if getattr(config.eval, name) != value:
             yield Contradiction(
@@ -161,9 +161,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
                     f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
                     f" are generated (tasks.kind is '{config.tasks.kind}').",
                 )
-    if "overlong" in config.reward.funcs:
-        whole = ": the penalty would act from the first token on"
-        yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind == "dataset" or facts.get("toolless")
     has_set = any(getattr(config.tools, one) for one in registered("toolset"))

@@ -177,7 +177,7 @@ def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
     """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
     begins "the answer is greedy"."""
     for name in _apply({}, overrides):
-        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
+        if name in ("eval.temperature", "eval.top_k", "eval.top_p", *also):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.", code="override-idle"
             )

@@ -73,9 +73,6 @@ _rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != 
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
-_falls = Condition("warmup.schedule", lambda value: value != "constant")
-
-
 def _rise_of_warmup(config: Settings) -> int:
     num_steps = int(value_of(config, "warmup.num_steps"))
     if value_of(config, "model.path") != "tiny":
@@ -378,9 +375,8 @@ class WarmupSettings(Settings):
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
     quarter of num_steps, and a tenth of num_steps for a language model."""
     schedule: Schedule = "linear"
-    """The learning rate after that, as in [learn]; it ends with the last step."""
-    final_lr_frac: float = setting(0.05, ge=0, le=1, idle_unless=_falls)
-    """Share of the peak that "linear" and "cosine" fall to."""
+    """The learning rate after that: "constant", or falling until the last step, "linear" to a
+    twentieth of the peak, "cosine" to 0."""
     decision_frac: float = setting(0.0, ge=0, le=1)
     """Share of demonstrations in which the decision to go on or to answer is shown, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no

@@ -129,14 +129,11 @@ class FormatSettings(Settings):
     groups the whole match."""
 
 
-def _fifth_of_the_limit(config: Settings) -> int:
-    return max(1, int(value_of(config, "rollout.max_completion_tokens")) // 5)
-
-
 class RewardSettings(Settings):
     funcs: list[str] = setting(["hierarchical"], seam="reward", min_length=1)
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward),
-    "overlong" (DAPO's penalty, 0 to -1, added to the others), or import paths
+    "overlong" (DAPO's penalty, which falls from 0 to -1 over the last fifth of
+    rollout.max_completion_tokens, added to the others), or import paths
     "package.module:function"."""
     weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
@@ -151,10 +148,5 @@ class RewardSettings(Settings):
     )
     """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
     is the released code's."""
-    overlong_tokens: int = setting(
-        19, ge=1, default_of=_fifth_of_the_limit, idle_unless=has("reward.funcs", "overlong")
-    )
-    """Tokens before rollout.max_completion_tokens over which "overlong" falls from 0 to -1 (DAPO's
-    L_cache); by default a fifth of them."""
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for the rewards of one tree, in seconds."""

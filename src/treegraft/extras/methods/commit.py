@@ -42,8 +42,6 @@ class CommitSettings(Settings):
     num_more: int = setting(0, ge=0)
     """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
     explore.num_leaves allows."""
-    num_retries: int = setting(2, ge=1)
-    """Rollouts that go on in place of one answer, in each round."""
     form: Literal["kept", "anew"] = "kept"
     """What is forced: "kept", the mark that opens the call or the answer, behind the step's own
     thought; "anew", the step's beginning without its thought, up to the first token in which the
@@ -71,6 +69,8 @@ class CommitBranching(Independent):
     (answers, and calls too many), in its rounds, and in what is learned.
     """
 
+    num_retries = 2
+    """Rollouts that go on in place of one answer in each round, the fewest that can differ."""
     expands = True
     retries = True
     wants_rewards = True
@@ -125,18 +125,17 @@ class CommitBranching(Independent):
         self, members: Sequence[Trajectory], tried: set[str], num_left: int
     ) -> Start | Sequence[Retry]:
         """Calls in place of the answer that came after the most calls."""
-        own = self._settings
         ends = [(path.num_tool_calls, path.steps[-1]) for path in members if _has_answered(path)]
         places = [(calls, step) for calls, step in ends if _is_own(step) and step.id not in tried]
         if not places:
             return Start(0)
         # Equal ones by their place in the tree.
         _, step = min(places, key=lambda one: (-one[0], -_uncertainty(one[1]), one[1].ordinals))
-        begun = list(islice(self._openings(step, members, "call"), own.num_retries))
+        begun = list(islice(self._openings(step, members, "call"), self.num_retries))
         ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in begun]
         ways = ways or [(one, ()) for one in self._tools(members)]
         # Each way once at least; a retry more for the first ones where they do not go up evenly.
-        num = min(max(own.num_retries, len(ways)), num_left)
+        num = min(max(self.num_retries, len(ways)), num_left)
         shares = [num // len(ways) + (place < num % len(ways)) for place in range(len(ways))]
         return [
             Retry(step.id, share, RULE, tool, is_lesson=True, opening=opening)

@@ -23,7 +23,6 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
         l_v ← l_v / T                                 at T = 0 not divided
         top-k: keep v where l_v is at least the k-th largest (ties stay)
         top-p: keep the most likely tokens, as few as have Σ p_v >= top_p
-        min-p: keep v where p_v >= min_p max p
 
     Args:
         logits: [vocabulary].
@@ -43,7 +42,4 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
         before = ordered.softmax(dim=0).cumsum(dim=0)[:-1]
         # The most likely one stays, and each whose predecessors do not reach top_p.
         scores[places[1:][before >= filters.top_p]] = EXCLUDED
-    if filters.min_p > 0.0:
-        shares = (scores - scores.max()).exp()
-        scores[shares < filters.min_p] = EXCLUDED
     return scores
