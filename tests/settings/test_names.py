@@ -118,7 +118,7 @@ def test_values_that_answers_name_are_accepted_here(builder: ModuleType) -> None
         ("use_peft=true", ["model.lora.rank"]),
         ("load_in_4bit=true", ["no counterpart", "not quantised"]),
         ("learn.lr_scheduler_type=cosine", ["TRL's 'lr_scheduler_type' is learn.schedule here"]),
-        ("lr_scheduler_type=cosine_with_min_lr", ["learn.final_lr_frac"]),
+        ("lr_scheduler_type=cosine_with_min_lr", ["learn.schedule"]),
         ("max_steps=9", ["run.num_updates or rollout.max_agent_steps"]),
         ("epsilon=0.1", ["loss.clip_low and loss.clip_high"]),
         (

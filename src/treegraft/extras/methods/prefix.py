@@ -151,8 +151,8 @@ class WholeTrajectory(UniformPrefix):
     """Takes the best stored trajectories themselves as leaves of the group, beside own rollouts.
 
     Source: LUFFY (arXiv 2504.14945): 7 rollouts and 1 expert trajectory. Its loss on them is
-    loss.graft_coef = 1 with loss.graft_form = "luffy"; which statistics their rewards enter is
-    credit.stored.
+    loss.graft_coef = 1 with loss.graft_form = "luffy". Their rewards enter the group's statistics,
+    as in its script.
     """
 
     def restarts(
