@@ -161,11 +161,6 @@ def test_no_hint_where_nothing_is_near(name: str) -> None:
     assert suggestion(name) == ""
 
 
-def test_many_unknown_settings_are_counted() -> None:
-    message = refused({"x": {f"y{number}": 1 for number in range(3000)}})
-    assert len(message.splitlines()) == 41 and "2,960 more unknown settings" in message
-
-
 @pytest.mark.parametrize(
     ("override", "hint"),
     [

@@ -203,21 +203,11 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
 
 def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
     """The root with the settings of extensions, and a sentence for each one that was left out."""
-    known = extensions()
-    try:
-        added: dict[str, list[type[Settings]]] = {}
-        for entry in known.entries:
-            for name, table in _brought(entry):
-                added.setdefault(name, []).append(table)
-        return joined(core, added, __name__), known.problems
-    except SettingError:
-        pass
-    # One by one, so that the others stay whole.
-    problems = list(known.problems)
-    for entry in known.entries:
+    problems = list(extensions().problems)
+    for entry in extensions().entries:
         try:
             for name, table in _brought(entry):
-                core = joined(core, {name: [table]}, __name__)
+                core = joined(core, name, table, __name__)
         except SettingError as error:
             problems.append(f"extension '{entry.owner}': {error}")
     return core, tuple(problems)
