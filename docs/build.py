@@ -147,7 +147,7 @@ def settings_page() -> str:
     for table, rows in tables.items():
         lines += [
             "",
-            f"## [{table}]",
+            f"## [{table}]" if table else "## Without a table",
             "",
             "| setting | type | default | meaning |",
             "|---|---|---|---|",

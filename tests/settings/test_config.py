@@ -455,7 +455,9 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     [
         ("run.seed=" + "9" * 5000, "64 bits"),
         ("explore.explorers=" + "[" * 5000, "explore.explorers"),
-        ("tools.use=" + "[" * 300 + "]" * 300, "a value that no setting can have: Invalid JSON"),
+        ("tools.use=" + "[" * 300 + "]" * 300, "nested too deeply, expected at most 16"),
+        (f"tasks.num_train={10**12}", "less than or equal to 1000000"),
+        ("a" + ".b" * 5000 + "=1", "is not an override"),
         ("run.name=" + "x" * 300, "at most 200 bytes"),
         ("run.name=a\nb", "of printable characters"),
         ("run.name=\udc80", "a value that no setting can have: Invalid JSON"),

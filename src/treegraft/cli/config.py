@@ -127,7 +127,8 @@ def recipe_lines(rows: Sequence[SettingRow]) -> Iterator[str]:
     for row in rows:
         tables.setdefault(row.name.rpartition(".")[0], []).append(row)
     for table, group in tables.items():
-        yield f"[{table}]"
+        if table:
+            yield f"[{table}]"
         for row in group:
             last = row.name.rpartition(".")[2]
             line = f"# {last} is none" if row.value is None else f"{last} = {toml_value(row.value)}"

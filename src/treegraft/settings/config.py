@@ -42,7 +42,7 @@ class RunSettings(Settings):
     unless resuming."""
     dir: str = setting("runs", acts="writes", same_answers=True)
     """Where run folders are made."""
-    seed: int = setting(0, ge=0)
+    seed: int = setting(0, ge=0, lt=2**63)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
@@ -154,6 +154,11 @@ class TrackSettings(Settings):
 class Config(Settings):
     """The root of the settings tree."""
 
+    # First, as a file of TOML begins with what is in no table.
+    health: dict[str, Literal["off"]] = setting(
+        {}, seam="warning", resumable=True, ignored_by_eval=True
+    )
+    """Warnings that are not given: health.truncated = "off". docs/warnings.md has their names."""
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     tasks: TasksSettings = TasksSettings()
@@ -181,10 +186,6 @@ class Config(Settings):
     )
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)
     track: TrackSettings = setting(TrackSettings(), same_answers=True)
-    health: dict[str, Literal["off"]] = setting(
-        {}, seam="warning", resumable=True, ignored_by_eval=True
-    )
-    """Warnings that are not given: health.truncated = "off". docs/warnings.md has their names."""
 
 
 def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:

@@ -34,6 +34,7 @@ from treegraft.settings.explore import defaults_told, idle_told
 from treegraft.settings.here import engine_here
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
+    MAX_DEPTH,
     parse_value,
     read_tables,
     shortened,
@@ -106,7 +107,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for override in overrides:
         name, equals, text = (part.strip() for part in override.partition("="))
-        if not equals or not all(name.split(".")):
+        if not equals or not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
                 " table.setting=value, such as learn.lr=1e-5.",

@@ -30,6 +30,20 @@ def shortened(text: str) -> str:
     return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
+MAX_DEPTH = 16
+"""Deepest nesting of tables and lists, more than any setting has."""
+
+
+def _checked(value: Any, left: int = MAX_DEPTH) -> Any:
+    """The value itself; raises RecursionError before the functions that walk it down would."""
+    if left < 0:
+        raise RecursionError
+    inner = value.values() if isinstance(value, dict) else value
+    for one in inner if isinstance(value, dict | list) else ():
+        _checked(one, left - 1)
+    return value
+
+
 _BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
 """The point of a number without a digit before it, which TOML does not allow."""
 
@@ -41,7 +55,7 @@ def parse_value(text: str) -> Any:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}")
+        parsed = _checked(tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}"))
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:
@@ -59,7 +73,7 @@ def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
     language = "JSON" if path.suffix == ".json" else "TOML"
     text = _read(path, kind)
     try:
-        data: Any = json.loads(text) if language == "JSON" else tomllib.loads(text)
+        data = _checked(json.loads(text) if language == "JSON" else tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         raise SettingError(
             f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"
@@ -120,7 +134,7 @@ def _absence(path: Path, kind: Kind) -> str:
 
 def _why(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "nested too deeply"
+        return f"nested too deeply, expected at most {MAX_DEPTH} tables and lists in one another"
     if "integer string conversion" in str(error):
         return "a number has too many digits, expected at most 64 bits"
     return str(error)

@@ -86,15 +86,15 @@ def _starts_servers(config: Settings) -> str:
 
 
 class TinySettings(Settings):
-    hidden_size: int = setting(128, ge=8)
+    hidden_size: int = setting(128, ge=8, le=1024)
     """Width of the decoder."""
-    num_layers: int = setting(2, ge=1)
+    num_layers: int = setting(2, ge=1, le=32)
     """Decoder layers."""
     num_heads: int = setting(4, ge=1)
     """Attention heads, each hidden_size / num_heads wide."""
     num_kv_heads: int = setting(2, ge=1)
     """Key-value heads; divides num_heads."""
-    intermediate_size: int = setting(512, ge=8)
+    intermediate_size: int = setting(512, ge=8, le=4096)
     """Width of the feed-forward part."""
     max_context: int = setting(256, ge=16)
     """Longest path, in tokens."""

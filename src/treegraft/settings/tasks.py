@@ -8,6 +8,9 @@ from pydantic import Field
 
 from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
 
+MAX_TASKS = 1_000_000
+"""Most questions, all of which are there before the first update."""
+
 
 class SearchWorldSettings(Settings):
     hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
@@ -61,10 +64,10 @@ class TasksSettings(Settings):
     kind: str = setting("search_world", seam="tasks")
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that an
     extension brings, or an import path "package.module:Name"."""
-    num_train: int = setting(600, ge=1, ignored_by_eval=True)
+    num_train: int = setting(600, ge=1, le=MAX_TASKS, ignored_by_eval=True)
     """Training tasks; a data set with fewer rows, or games with fewer variations, use all they
     have."""
-    num_eval: int = setting(200, ge=1)
+    num_eval: int = setting(200, ge=1, le=MAX_TASKS)
     """Held-out tasks."""
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
