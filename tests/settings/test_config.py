@@ -18,7 +18,6 @@ from treegraft.core import removed
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.policy.learn.sft import learning_rate
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
-from treegraft.settings import here
 from treegraft.settings.config import (
     Config,
     known_settings,
@@ -713,35 +712,6 @@ def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> 
 )
 def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
     assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1
-
-
-@pytest.mark.parametrize(
-    ("gpus", "visible", "python", "kind"),
-    [
-        ((), None, "p", "native"),
-        (("0",), None, None, "native"),
-        (("0",), None, "p", "vllm"),
-        (("0",), "", "p", "native"),
-    ],
-)
-def test_an_engine_for_this_machine(
-    gpus: tuple[str, ...],
-    visible: str | None,
-    python: str | None,
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM where both a GPU and an environment are; a resolved recipe names the engine."""
-    for one in gpus:
-        (tmp_path / one).mkdir()
-    monkeypatch.setattr(here, "_GPUS", tmp_path)
-    monkeypatch.setattr(here, "vllm_pythons", lambda: [tmp_path / "none"])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = load_config({"engine": {"kind": "auto", "vllm": {"python": python}}})
-    assert config.engine.kind == kind
 
 
 def test_what_is_gone_since_an_earlier_version_says_what_to_use(

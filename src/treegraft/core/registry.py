@@ -44,7 +44,7 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "tasks": ("search_world", "dataset"),
     "tool": ("search",),
     "sampler": ("epochs",),
-    "engine": ("native", "vllm", "auto"),
+    "engine": ("native", "vllm"),
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
     "warning": (

@@ -31,7 +31,6 @@ from treegraft.settings.config import (
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.explore import defaults_told, idle_told
-from treegraft.settings.here import engine_here
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
     MAX_DEPTH,
@@ -391,8 +390,6 @@ def load_config(
         return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
     config = _validate(data, where)
-    if config.engine.kind == "auto":
-        _put(data, "engine.kind", engine_here(config.engine.vllm.python))
     config = _filled_in(data, config, where)
     idle = [_no_effect(name, why) for name in names for why in _why_idle(name, config, used)]
     found = contradictions(config)

@@ -196,8 +196,7 @@ class PublishSettings(Settings):
 
 class EngineSettings(Settings):
     kind: str = setting("native", seam="engine")
-    """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
-    environment of vLLM, else "native") or an import path "package.module:Engine"."""
+    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
