@@ -43,7 +43,7 @@ RECIPE = (
     *("demo", "warmup.num_steps=40", "tasks.num_train=100", "tasks.num_eval=4", "eval.every=0"),
     *("tasks.search_world.hops=[1,2]", "run.tasks_per_update=4", "explore.num_leaves=4"),
     *("explore.explorers=['graft']", "explore.graft.num_hybrid=3", "buffer.path=expert"),
-    *("buffer.encoder=hashing", "buffer.grow.num_best=1"),
+    *("buffer.encoder=hashing", "buffer.grow.num_best=1", "buffer.grow.capacity=200"),
     *("tools.use=['tests.cluster.parts:Odd']", "learn.max_pack_tokens=800"),
     *("eval.at_start=false", "eval.at_end=false", "checkpoint.every=2", "run.dir=."),
 )

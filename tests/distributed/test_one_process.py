@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import plan_passes
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner
+from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.learn.weight_files import WeightFiles, meta_model, model_shape
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import ModelShape, published_shape
@@ -207,7 +210,8 @@ def test_eight_ranks_at_once_sum_their_gradients_and_step_alike(
                         part.copy_(parts[rank])
 
     monkeypatch.setattr(ShardedLearner, "_fill", fill)
-    config = settings(learn={"compile_kernels": False})
+    config = settings()
+    monkeypatch.setattr(scores, "PackedPlan", partial(PackedPlan, compile_kernels=False))
     batch = pack_trees(some_trees(1))
     source, plain = (build_random_model(EVEN, torch.float32, 0).eval() for _ in range(2))
     one = Learner(plain, config.learn, config.loss, length_constant=7)

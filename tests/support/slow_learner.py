@@ -196,7 +196,7 @@ def token_objective(
     if loss.objective == "gppo" and advantage < 0 and ratio < low:
         return low * advantage * (1 + loss.kept_low * (logprob - logprob.detach()))
     if loss.objective == "gppo" and advantage > 0 and ratio > high:
-        return high * advantage * (1 + loss.kept_high * (logprob - logprob.detach()))
+        return high * advantage * (1 + logprob - logprob.detach())
     bounded = torch.clamp(ratio, low, high)
     objective = torch.minimum(ratio * advantage, bounded * advantage)
     if loss.dual_clip is not None and advantage < 0:

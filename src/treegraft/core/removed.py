@@ -101,7 +101,6 @@ _CONSTANT: dict[str, str] = {
     "buffer.build.max_reply_tokens": "rollout.max_completion_tokens",
     "buffer.build.timeout_s": "120",
     "buffer.build.max_retries": "4",
-    "buffer.grow.capacity": "20,000",
     "sampler.target": "0.5",
     "sampler.attention_temperature": "0.2",
     "sampler.every": "2",

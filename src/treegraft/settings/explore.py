@@ -206,6 +206,9 @@ class GrowSettings(Settings):
     buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
+    capacity: int = setting(20_000, ge=1)
+    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
+    least rewarded."""
 
 
 _asks_a_model = Condition(

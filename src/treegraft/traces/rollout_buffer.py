@@ -41,9 +41,6 @@ BUFFER = "buffer"
 """Its name among the inputs of a resume, wherever it lies."""
 OWN = "self"
 """Source of the agent's own traces."""
-OWN_CAPACITY = 20_000
-"""Traces of the agent's own that are kept, the newest: 80 MB. Past it the oldest policy's go first,
-of these the least rewarded."""
 NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
 
@@ -424,7 +421,7 @@ class RolloutBuffer:
         )
         with span("record"):
             self.buffer.add([trace for traces in found for trace in traces], update=update)
-            self.buffer.evict(OWN_CAPACITY, source=OWN, update=update)
+            self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:
