@@ -65,7 +65,7 @@ from treegraft.core.types import (
     Trajectory,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.budget import Budget
 from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.rollout.loop import Grower
@@ -167,12 +167,14 @@ class Valued:
         part, self.queue = self.queue[:8], self.queue[8:]
         return part or Start(0)
 
-    def allocation(self) -> Callable[[Budget], Allocation]:
-        def allocate(budget: Budget) -> Allocation:
-            self.budget = budget
-            return Rounds(budget)
 
-        return allocate
+class ValuedGrower(Grower):
+    """Tells the explorer the budget of its tree, which it raises."""
+
+    def new_budget(self) -> Budget:
+        budget = super().new_budget()
+        self.explorer.budget = budget  # type: ignore[attr-defined]
+        return budget
 
 
 def chosen_steps(tree: Tree, num_paths: int) -> list[str]:
@@ -296,7 +298,7 @@ async def valued_tree(
     config = parts.config
     inner = build_explorer(config.explore, vocab_size=len(parts.tokenizer))
     explorer = Valued(inner, options.rollouts, options.paths)
-    grower = Grower(
+    grower = ValuedGrower(
         parts.engine,
         parts.format,
         parts.toolbox,
@@ -304,7 +306,6 @@ async def valued_tree(
         training_limits(config),
         parts.scorer,
         retriever=retriever,
-        allocate=explorer.allocation(),
     )
     key = (config.run.seed, "credit_sign", 0)
     tree = await grower.grow(task, noise_key=key, group_id=f"0/{task.id}")

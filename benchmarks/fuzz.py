@@ -168,7 +168,6 @@ def read_all(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
         ["view", run, "--text"],
         ["compare", run, run],
         ["report", run, "--out", f"{run}-r", *figures],
-        ["export", run, "--to", "verifiers"],
     ):
         if (found := ended(*arguments)).how == "wrong":
             return Ended("wrong", f"{arguments[0]}: {found.said}")

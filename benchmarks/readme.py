@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft.extras.lab.statistics import (
+from treegraft.extras.lab.study.file import read_study
+from treegraft.extras.lab.study.plan import make_plan
+from treegraft.extras.lab.study.results import CALLS, known_runs
+from treegraft.extras.statistics import (
     accuracy_at,
     bootstrap_interval,
     permutation_test,
 )
-from treegraft.extras.lab.study.file import read_study
-from treegraft.extras.lab.study.plan import make_plan
-from treegraft.extras.lab.study.results import CALLS, known_runs
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 BUDGET = 4000

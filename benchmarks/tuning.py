@@ -16,9 +16,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft.extras.lab.statistics import accuracy_at
 from treegraft.extras.lab.study.plan import make_plan
 from treegraft.extras.lab.study.results import CALLS, SECONDS, key_of, known_runs, removed_runs
+from treegraft.extras.statistics import accuracy_at
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "tuning.toml"
 BUDGET, TIE = 4000, 0.01

@@ -32,7 +32,7 @@ NOWHERE = "no-such-id"
 
 def make_run(folder: Path, num_updates: int) -> Path:
     """Returns a run folder with the trees and metrics of so many updates."""
-    path = write_run(folder / "run", num_updates=1, with_buffer=False)
+    path = write_run(folder / "run", num_updates=1)
     repeat_update(path, num_updates)
     keys = [key for key in METRICS if "{" not in key][:NUM_KEYS]
     with (path / "metrics.jsonl").open("w") as file:
@@ -58,9 +58,6 @@ def answers(path: Path) -> dict[str, Callable[[], Any]]:
         "trees with a text that none has": lambda: api.groups(request(f"q={NOWHERE}")),
         "one tree": lambda: api.tree(request(file="update-000001", n="0")),
         "tokens of a leaf": lambda: api.tokens(request(file="update-000001", n="0")),
-        "history of a task": lambda: api.task(request("id=t/0")),
-        "history of a task that is nowhere": lambda: api.task(request(f"id={NOWHERE}")),
-        "grafts of a trace that is nowhere": lambda: api.grafts(request(hash=NOWHERE)),
     }
 
 

@@ -1,12 +1,7 @@
 """Builds the documentation: the pages of this folder, and references made from the code.
 
     python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
-    python docs/build.py --files       # the list of files in docs/files.md, from the docstrings
-    python docs/build.py --log         # the contents of LOG.md, from its headings
-    python docs/build.py --names       # the table of docs/parts.md, from the names' docstrings
-    python docs/build.py --warnings    # docs/warnings.md, from the texts and limits of warnings
-    python docs/build.py --reference   # docs/reference/: settings, metrics, commands, from the code
-    python docs/build.py --tables      # the tables of studies in the pages, from their results
+    python docs/build.py --files ...   # rewrites generated parts of pages; --help has the list
 
 README is the site's first page. A line `<!-- include: PATH -->` in a page is replaced by that file:
 code in a block, a drawing as it is. Nothing is fetched, and a warning of the site's builder (a
@@ -15,6 +10,7 @@ broken link or anchor, a page missing from the navigation) fails the build.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import json
@@ -536,37 +532,75 @@ def build(folder: Path) -> int:
     ).returncode
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--files"]:
-        page = ROOT / "docs" / "files.md"
-        page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
-        sys.exit()
-    if sys.argv[1:] == ["--names"]:
-        page = PAGES / "parts.md"
-        page.write_text(with_names(page.read_text("utf-8")), encoding="utf-8")
-        sys.exit()
-    if sys.argv[1:] == ["--warnings"]:
-        (PAGES / "warnings.md").write_text(warnings_page(), encoding="utf-8")
-        sys.exit()
-    if sys.argv[1:] == ["--reference"]:
-        pages = references()
-        for name in KEPT:
-            (PAGES / "reference" / f"{name}.md").write_text(pages[name], encoding="utf-8")
-        sys.exit()
-    if sys.argv[1:] == ["--log"]:
-        log = ROOT / "LOG.md"
-        log.write_text(with_contents(log.read_text("utf-8")), encoding="utf-8")
-        sys.exit()
-    if sys.argv[1:] == ["--tables"]:
-        for path in (ROOT / "README.md", *PAGES.glob("*.md")):
-            path.write_text(with_tables(path.read_text("utf-8")), encoding="utf-8")
-        sys.exit()
-    chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
-    outcome = build(chosen)
+def write_files() -> None:
+    """Writes the tables of docs/files.md."""
+    page = ROOT / "docs" / "files.md"
+    page.write_text(with_files(page.read_text("utf-8")), encoding="utf-8")
+
+
+def write_names() -> None:
+    """Writes the table of public names."""
+    page = PAGES / "parts.md"
+    page.write_text(with_names(page.read_text("utf-8")), encoding="utf-8")
+
+
+def write_warnings() -> None:
+    """Writes the page of warnings."""
+    (PAGES / "warnings.md").write_text(warnings_page(), encoding="utf-8")
+
+
+def write_reference() -> None:
+    """Writes the pages of the reference that the repository holds."""
+    pages = references()
+    for name in KEPT:
+        (PAGES / "reference" / f"{name}.md").write_text(pages[name], encoding="utf-8")
+
+
+def write_log() -> None:
+    """Writes the log's table of contents."""
+    log = ROOT / "LOG.md"
+    log.write_text(with_contents(log.read_text("utf-8")), encoding="utf-8")
+
+
+def write_tables() -> None:
+    """Writes the tables of README and of the pages that a command prints."""
+    for path in (ROOT / "README.md", *PAGES.glob("*.md")):
+        path.write_text(with_tables(path.read_text("utf-8")), encoding="utf-8")
+
+
+WRITERS = {
+    "files": write_files,
+    "names": write_names,
+    "warnings": write_warnings,
+    "reference": write_reference,
+    "log": write_log,
+    "tables": write_tables,
+}
+
+
+def main() -> int:
+    """Writes the generated parts that are named, or else builds the site; returns its status."""
+    parser = argparse.ArgumentParser(
+        description="Builds the documentation, or rewrites generated parts of pages."
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "docs")
+    for name, write in WRITERS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=write.__doc__)
+    chosen = parser.parse_args()
+    writers = [write for name, write in WRITERS.items() if getattr(chosen, name)]
+    for write in writers:
+        write()
+    if writers:
+        return 0
+    outcome = build(chosen.folder)
     if outcome == 0:
-        site = (chosen / "site").resolve()
+        site = (chosen.folder / "site").resolve()
         print(
             f"the pages: {site / 'index.html'}\nwith their search: python -m http.server -b"
             f" 127.0.0.1 -d {site}"
         )
-    sys.exit(outcome)
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())

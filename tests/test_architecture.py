@@ -76,9 +76,9 @@ ROOMS = {
 }
 """Every entry of the package, from the bottom up, and which others it may import."""
 
-SHARED = ("extras.hosts", "extras.chat")
-"""What adapters of several trainers share, and requests to chat models; like an extension, each
-imports the public face alone. The core has no word for either."""
+SHARED = ("extras.hosts", "extras.chat", "extras.statistics")
+"""What adapters of several trainers share, requests to chat models, and statistics; like an
+extension, each imports the public face alone. The core has no word for them."""
 BORDER = "treegraft.extras"
 """What nothing below imports: it is found by name, in `core.registry`."""
 

@@ -72,7 +72,7 @@ SIGNATURES = {
             "question=''",
         ),
     ],
-    "TraceBuffer": ["path", "encoder='minilm'"],
+    "TraceBuffer": ["path", "encoder='minilm'", "*is_frozen"],
     "exact_match": ["prediction", "reference"],
     "f1": ["prediction", "reference"],
     "math_equal": ["prediction", "reference", "*deadline_s"],

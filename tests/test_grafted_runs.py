@@ -213,16 +213,10 @@ def test_a_file_of_trajectories_is_imported_into_the_runs_own_buffer(tmp_path: P
     assert "there is no file" in refused(tmp_path, {**settings, "path": f"{path}x.jsonl"})
 
 
-def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: Path) -> None:
+def test_a_buffer_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "treegraft buffer build" in refused(
         tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"}
     )
-    path = made(tmp_path / "b.sqlite", TRACE)
-    text = refused(
-        tmp_path,
-        {"path": str(path), "encoder": "hashing", "sources": ["exprt"], "grow": {"num_best": 0}},
-    )
-    assert "exprt" in text and "expert" in text
     assert "buffer.path" in refused(tmp_path, {"path": "", "encoder": "hashing"}, SettingError)
 
 

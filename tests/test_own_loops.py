@@ -327,7 +327,7 @@ def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_b
     made = tmp_path / "expert.sqlite"
     with opened(tiny(**GRAFTED), engine=scripted()) as session:
         buffer = session.buffer.buffer
-        assert buffer is not None and buffer.stats().num_bytes == 0
+        assert buffer is not None
         buffer.copy_to(made)
     with TraceBuffer(made, "hashing") as buffer:
         before, traces = buffer.checksum(), len(buffer)
@@ -344,7 +344,7 @@ def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_b
     assert [file.name for file in tmp_path.iterdir()] == ["expert.sqlite"]
 
 
-def test_a_copy_in_memory_finds_the_same(tmp_path: Path) -> None:
+def test_a_copy_finds_the_same(tmp_path: Path) -> None:
     from treegraft import StepContent, Trace
 
     def trace(n: int) -> Trace:
@@ -353,10 +353,11 @@ def test_a_copy_in_memory_finds_the_same(tmp_path: Path) -> None:
     with TraceBuffer(tmp_path / "a.sqlite", "hashing") as buffer:
         buffer.add([trace(n) for n in range(4)], update=1)
         buffer.evict(3, source="x", update=2)
-        with buffer.in_memory() as copy:
+        buffer.copy_to(tmp_path / "b.sqlite")
+        with TraceBuffer(tmp_path / "b.sqlite", "hashing") as copy:
             assert [*copy] == [*buffer] and len(copy) == 3
             assert copy.search(["r2 of e1 ?"], 2) == buffer.search(["r2 of e1 ?"], 2)
-            # As in a copied file, the marks of updates stay behind.
+            # The marks of updates stay behind.
             copy.add([trace(7)], update=1)
             copy.roll_back(0)
             assert [*copy] == [*buffer]

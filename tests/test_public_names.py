@@ -252,7 +252,6 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
         packages,
         recipe,
         setting_rows,
-        standalone_page,
     )
 
     folder = tmp_path
@@ -269,8 +268,6 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     assert lines[-1]["update"] == run.config()["run"]["num_updates"] and not notes
     assert len(drawn["leaves"]) == len(run.tree(file.name, 0).leaves)
 
-    script = 'import { h } from "./dom.js";\ndocument.body.append(h("p", null, "Hello"));'
-    files.write_atomically(folder / "page.html", standalone_page("Hello", script, drawn))
     results = files.LineFile(folder / "results.jsonl")  # a crash leaves whole lines
     results.append('{"accuracy": 0.5}')
     assert list(results.lines()) == [(1, '{"accuracy": 0.5}')]

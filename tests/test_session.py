@@ -15,7 +15,7 @@ from tests.support.tiny import is_timing, tiny
 from treegraft import Session, Tree, read_trees, train
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.record import read_metrics
-from treegraft.traces.buffer import FrozenBuffer
+from treegraft.traces.buffer import TraceBuffer
 
 # peft uses names that transformers is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -128,7 +128,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 def traces_of(file: Path) -> list[str]:
-    with FrozenBuffer(file, None) as buffer:
+    with TraceBuffer(file, None, is_frozen=True) as buffer:
         return sorted(map(repr, buffer.trajectories(with_evicted=True)))
 
 

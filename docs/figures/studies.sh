@@ -11,7 +11,7 @@ trap 'rm -rf "$made"' EXIT
 draw() {
     name=$1 figure=$2
     shift 2
-    "$treegraft" report "$made/$name.jsonl" --only "$figure" --out "$made/$name" "$@"
+    "$treegraft" report "$made/$name.jsonl" --out "$made/$name" "$@"
     cp "$made/$name/figures/$figure.svg" "docs/figures/studies/$name-$figure.svg"
 }
 
@@ -29,4 +29,5 @@ mkdir -p docs/figures/studies
 draw exploring accuracy-against-cost
 draw imperfect accuracy-against-cost
 draw ablations final-accuracy --baseline RAPO
-draw rapo-figure8 sweep
+"$(dirname "$(command -v "$treegraft")")"/python studies/figures/papers.py rapo-8 "$made/rapo-figure8.jsonl" --out "$made"
+cp "$made/rapo-8.svg" docs/figures/studies/rapo-figure8-sweep.svg

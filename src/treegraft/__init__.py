@@ -33,8 +33,8 @@ sys.modules[__name__].__class__ = _Package
 find_moved()
 ABOVE.update(
     {
-        "text": "treegraft.view.drawn:as_text",
-        "html": "treegraft.view.drawn:as_html",
+        "text": "treegraft.view.text:as_text",
+        "html": "treegraft.view.text:as_html",
         "agent": "treegraft.evals.agent:Agent",
         "viewer": "treegraft.view.inline:Viewer",
     }

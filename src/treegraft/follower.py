@@ -77,9 +77,8 @@ class FollowedSession:
         return Trees()
 
     def sync_weights(self, version: int) -> None:
-        """Gathers the weights for rank 0's engine, and scores what that samples to compare."""
+        """Gathers the weights for rank 0's engine."""
         self.learner.weights().follow()
-        follow(self.learner, self._ranks)
 
     def evaluate(self) -> None:
         """Does nothing."""

@@ -116,7 +116,6 @@ def _session_of(run: Run, placement: Placement | None, *, warms_up_only: bool) -
         team=run.team,
         placement=placement,
         warms_up_only=warms_up_only,
-        accepts_changes=run.accepts_changes,
     )
     return Session(run.config, checkpoint=run.checkpoint, within=within)
 
@@ -140,12 +139,6 @@ def _refuse_unfit(config: Config) -> None:
     """Refuses what no training can begin with."""
     if missing := missing_packages(config):
         raise SettingError("\n".join(missing.values()), code="packages-missing")
-    if (config.engine.kind, config.publish.kind) == ("vllm", "external"):
-        raise SettingError(
-            "publish.kind: got 'external', expected another one in `train`, whose own learner"
-            " changes the weights; it is for a loop of your own (docs/python.md).",
-            code="publish-external",
-        )
 
 
 def _refuse_local(objects: GivenObjects, place: str) -> None:

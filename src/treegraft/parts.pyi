@@ -73,6 +73,5 @@ from treegraft.traces import agents as agents
 from treegraft.traces import judging as judging
 from treegraft.traces import remote as remote
 from treegraft.traces.fill import BufferBuild as BufferBuild
-from treegraft.view.bundle import standalone_page as standalone_page
 from treegraft.view.runs import RunReader as RunReader
 from treegraft.view.trained import Trained as Trained

@@ -63,7 +63,6 @@ from treegraft.settings.table import value_of, with_choices
 from treegraft.tasks.build import build_tasks, tasks_checksum
 from treegraft.tasks.sampler import build_sampler
 from treegraft.traces.demonstrations import add_lessons, lesson_book, read_demonstrations
-from treegraft.traces.retrieve import too_short, unusable
 from treegraft.traces.rollout_buffer import OWN_FILE, RolloutBuffer
 
 if TYPE_CHECKING:
@@ -102,8 +101,6 @@ class Surroundings:
     """Where engines and growers stand; None for this process."""
     warms_up_only: bool = False
     """Leaves out what only updates need."""
-    accepts_changes: bool = False
-    """Takes a buffer that has changed since the run began."""
 
 
 class Session:
@@ -323,13 +320,7 @@ class Session:
         if self._checkpoint is not None and self._within.folder is None:
             places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
             saved = next((place for place in places if place.exists()), None)
-        return RolloutBuffer(
-            self.config,
-            parts.source,
-            self._within.folder,
-            saved=saved,
-            accepts_changes=self._within.accepts_changes,
-        )
+        return RolloutBuffer(self.config, parts.source, self._within.folder, saved=saved)
 
     @staticmethod
     def _saved_places(checkpoint: Path, own: Path, of_run: Path) -> list[Path]:
@@ -359,7 +350,7 @@ class Session:
         if config.warmup.traces != "expert":
             path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
             if "warmup" in buffer.readers:
-                if buffer.file is None or (buffer.is_due and not buffer.file.exists()):
+                if buffer.is_due and not buffer.file.exists():
                     return
                 path = buffer.file
             has_environment = bool(config.environment.kind)
@@ -440,13 +431,9 @@ class Session:
         if self.buffer is not None:
             await self._stack.enter_async_context(self.buffer.opened(state.update, parts))
             retriever = self.buffer.retriever
-            if self._book is None or self.buffer.origin == "self" or self.buffer.file is None:
+            if self._book is None or self.buffer.origin == "self":
                 # What later updates had added is gone only now.
                 self._book = lesson_book(config, self.buffer, parts)
-            held = self.buffer.buffer
-            for doubt in (unusable(held, config, parts.train_tasks), too_short(held, config)):
-                if doubt:
-                    self._within.display.warn(doubt)
         self._replay = Replay(config, self._replayed_folder(), state.update)
         self.grower = parts.grower(self.explorer, retriever=retriever)
         self._is_ready = True
@@ -852,8 +839,7 @@ class Session:
         if weights is None and self.engine.fingerprint:
             raise SettingError(
                 "sync_weights: got no weights, expected some: this engine holds its own, and this"
-                ' session has no learner. None is for publish.kind = "external" and for a'
-                " ServerEngine.",
+                " session has no learner. None is for a ServerEngine.",
                 code="publish-without-weights",
             )
         if weights is not None and not hasattr(weights, "fingerprint"):

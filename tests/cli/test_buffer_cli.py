@@ -129,6 +129,14 @@ def test_build_stats_and_search(
     assert "expert, search_world/train/1, step 0, reward 1" in text
     assert "step     search e" in text
 
+    assert treegraft("show", out, "--task", "search_world/train/1") == 0
+    text = capsys.readouterr().out
+    assert f"task    {question}" in text and "step 0  search e" in text
+    assert treegraft("show", out, "-n", 1) == 0
+    assert "11 more" in capsys.readouterr().out
+    assert treegraft("show", out, "--task", "x") == 2
+    assert "has no trajectory of task 'x'" in capsys.readouterr().err
+
 
 def test_overrides_shape_the_build(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -178,7 +186,7 @@ def test_a_checkpoint_answers(
         TraceBuffer.open_as_built(tmp_path / "b") as b,
     ):
         assert len(a) > 0
-        assert a.fingerprint() == b.fingerprint()
+        assert a.checksum() == b.checksum()
 
 
 def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

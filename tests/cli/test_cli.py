@@ -266,7 +266,6 @@ def test_eval_refuses_what_has_no_effect(
             "write tasks.dataset.question_column=q instead",
         ),
         (("data", "check", "t", "learn.lr=1"), "takes notice of tasks.dataset.question_column"),
-        (("buffer", "prune", "demo", "--in", "a"), "write treegraft buffer prune RECIPE a OUT"),
     ],
 )
 def test_commands_without_a_recipe_take_some_settings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -91,15 +90,20 @@ def three_nodes(**more: str) -> Iterator[Nodes]:
 class Disturbed:
     """A run of `treegraft cluster` in a process of its own."""
 
-    def __init__(self, folder: Path, address: str, **tables: Mapping[str, Any]) -> None:
-        self.run, self.folder = folder / "cluster", folder
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.run = folder / "cluster"
+        self.folder = folder
+        self.log = folder / "cluster.log"
+        self.mark = f"TREEGRAFT_TEST_MARK={secrets.token_hex(8)}"
+        self.process = self.start(*arguments)
+
+    @classmethod
+    def at(cls, folder: Path, address: str, **tables: Mapping[str, Any]) -> Disturbed:
+        """Starts a run of a tiny recipe with three engines."""
         table = {"address": address, "engines": 3, **tables.pop("cluster", {})}
         run = {"dir": str(folder), "name": "cluster", **tables.pop("run", {})}
         recipe = tiny(run=run, cluster=table, **tables)
-        path = write_recipe(folder / "cluster.json", recipe)
-        self.log = folder / "cluster.log"
-        self.mark = f"TREEGRAFT_TEST_MARK={secrets.token_hex(8)}"
-        self.process = self.start(str(path))
+        return cls(folder, str(write_recipe(folder / "cluster.json", recipe)))
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Starts `treegraft cluster` with these arguments; its output is added to the log."""
@@ -131,12 +135,19 @@ class Disturbed:
             time.sleep(0.5)
         return found
 
-    def roles(self) -> list[dict[str, Any]]:
-        """Returns what the run says of its engines; none before they stand."""
-        with suppress(OSError, ValueError):
-            found: list[dict[str, Any]] = json.loads((self.run / "roles.json").read_text())["roles"]
-            return found
-        return []
+    def engines(self) -> list[int]:
+        """Returns the processes of the engines, each of which works in the folder of the run."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                is_engine = (entry / "cmdline").read_bytes().startswith(b"ray::EngineActor")
+                if is_engine and (entry / "cwd").resolve() == self.folder.resolve():
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def kill(self) -> None:
+        """Kills the process of an engine."""
+        os.kill(self.engines()[0], signal.SIGKILL)
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 180.0) -> Any:
         """Returns the condition's first true value; fails when the run ends before it, or late."""
@@ -153,24 +164,6 @@ class Disturbed:
         with suppress(OSError):
             return len((self.run / "metrics.jsonl").read_text().splitlines())
         return 0
-
-    def growing(self) -> bool:
-        """Returns whether trees grow at this moment."""
-        return any(one["queue"] for one in self.roles())
-
-    def is_whole_again(self) -> bool:
-        """Returns whether all engines live, none of them for the first time."""
-        roles = self.roles()
-        return bool(roles) and all(one["state"] == "live" and one["starts"] > 1 for one in roles)
-
-    def pid_of(self, number: int) -> int:
-        """Returns the process of an engine."""
-        (pid,) = [one["pid"] for one in self.roles() if one["number"] == number]
-        return int(pid)
-
-    def kill(self, number: int) -> None:
-        """Kills the process of an engine."""
-        os.kill(self.pid_of(number), signal.SIGKILL)
 
     def wait(self, timeout_s: float = 300.0) -> int:
         """Returns the exit code."""

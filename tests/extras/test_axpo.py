@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.test_format_chat import KINDS, end_of, form_of, ids_of, shown
 from tests.rollout.test_growth import grow, make
-from tests.rollout.test_loop import ANSWER, TASKS, search
+from tests.rollout.test_loop import ANSWER, search
 from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 from tests.support.families import build_model, byte_tokenizer, word_tokenizer
 from tests.support.slow_learner import distance, gradient_of, make_learner, slow_loss
-from tests.support.tiny import differing, tiny
+from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree
 from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
 from tests.tools import test_environments as worlds
@@ -42,13 +41,11 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.runs.record import read_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.explore import GraftSettings
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool
-from treegraft.train import train
 
 NO_ANSWER = "w3 w4"
 """A violation of the format, which earns -1."""
@@ -164,21 +161,6 @@ def test_in_place_of_an_answer_a_call_is_made(monkeypatch: pytest.MonkeyPatch) -
     )
     # No step has called a tool, so the paper's rule finds no subgroup.
     assert len(grow(make(axpo(), replies)).leaves) == 2
-
-
-def test_law_12_latencies_do_not_matter() -> None:
-    found = []
-    for seed in range(3):
-        luck = random.Random(seed)
-        grower = make(
-            axpo(num_starts=3),
-            fails_first,
-            latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
-            num_leaves=7,
-        )
-        found.append([grow(grower, task) for task in TASKS])
-    assert found[0] == found[1] == found[2]
-    assert all(len(retries_of(tree)) == 4 for tree in found[0])
 
 
 def test_no_retry_without_room() -> None:
@@ -373,7 +355,7 @@ def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> Non
 
     explorer, tools = axpo(), make(Independent()).toolbox
     parts = make(Independent())
-    with raises_code("no-call-opening"):
+    with raises_code("no-opening"):
         Grower(parts.engine, Mute(), tools, explorer, parts.limits, parts.scorer)  # type: ignore[arg-type]
     given = tiny(run={"dir": str(tmp_path)}, explore={"explorers": ["axpo"]})
     with raises_code("settings-contradict", "explore.axpo.num_retries"):
@@ -381,28 +363,3 @@ def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------- a run
-
-
-def test_two_runs_with_one_seed_are_the_same(tmp_path: Path) -> None:
-    runs = [
-        train(
-            tiny(
-                run={"name": name, "dir": str(tmp_path), "num_updates": 2},
-                explore={"explorers": ["axpo"], "num_leaves": 6, "axpo": {"num_retries": 3}},
-                eval={"every": 0, "at_start": False, "at_end": False},
-            ),
-            display=False,
-        )
-        for name in "ab"
-    ]
-    assert differing(*(one.run_dir for one in runs)) == []
-    trees = [
-        tree for n in (1, 2) for tree in read_trees(runs[0].run_dir / f"trees/update-{n:06}.jsonl")
-    ]
-    again = [step for tree in trees for step in retries_of(tree)]
-    assert again and {len(tree.leaves) for tree in trees} <= {3, 6}
-    assert "retry/reward" in runs[0].metrics
-    for step in again:
-        # Ratios are the learner's own: its log-probabilities are those of the engine.
-        assert step.old_logprobs is None or step.old_logprobs[0] == 0.0
-        assert step.origins[0] == Origin.FORCED and not step.loss_mask[0]

@@ -319,7 +319,7 @@ def form_end(tokenizer: Any) -> list[int]:
 
 
 def test_a_format_without_a_mark_of_answers_is_refused() -> None:
-    with raises_code("no-answer-opening"):
+    with raises_code("no-opening"):
         check_retries(commit(), Chatty())  # type: ignore[arg-type]
     check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
     tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}

@@ -13,13 +13,7 @@ from tests.support.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS
 from tests.support.corpus import DATA
 from tests.support.examples import at_most
 
-from treegraft.extras.suites.scores import (
-    bootstrap,
-    call_limits,
-    pass_ks,
-    score_interval,
-    stratified_bootstrap,
-)
+from treegraft.extras.suites.numbers import Interval, pass_ks
 from treegraft.extras.suites.sets import SETS, read_set
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
@@ -198,39 +192,36 @@ def test_without_chinese_f1_is_squads(one: str, other: str) -> None:
 def test_bootstrap_of_a_coin_by_hand() -> None:
     """100 items, 40 of them right: the standard error is sqrt(0.4 * 0.6 / 100) = 0.049, so about
     0.4 +- 1.96 * 0.049."""
-    found = bootstrap([1.0] * 40 + [0.0] * 60)
+    found = Interval.over([1.0] * 40 + [0.0] * 60)
     error = 1.96 * math.sqrt(0.4 * 0.6 / 100)
     assert found.mean == pytest.approx(0.4)
     assert found.low == pytest.approx(0.4 - error, abs=0.015) and found.high == pytest.approx(
         0.4 + error, abs=0.015
     )
-    assert (
-        bootstrap([0.25] * 7) == bootstrap([0.25] * 7, seed=3) and bootstrap([0.25] * 7).low == 0.25
-    )
-    assert found == bootstrap([1.0] * 40 + [0.0] * 60)
+    assert Interval.over([0.25] * 7) == Interval.over([0.25]) == Interval(0.25, 0.25, 0.25)
+    assert found == Interval.over([1.0] * 40 + [0.0] * 60)
 
 
 def test_scores_that_are_all_right_or_all_wrong_have_wilsons_interval() -> None:
     # z² = 3.8415: 5 of 5 are from 5 / 8.8415 to 1, none of 3 from 0 to 3.8415 / 6.8415.
-    found = score_interval([1.0] * 5)
+    found = Interval.of_scores([1.0] * 5)
     assert (found.mean, found.low, found.high) == (1.0, pytest.approx(0.5655, abs=1e-4), 1.0)
-    found = score_interval([0.0] * 3)
-    assert (found.mean, found.low, found.high) == (0.0, 0.0, pytest.approx(0.5615, abs=1e-4))
-    assert score_interval([0.0, 1.0]) == bootstrap([0.0, 1.0])
-    assert score_interval([0.5] * 4) == bootstrap([0.5] * 4)
+    found = Interval.of_scores([0.0] * 3)
+    assert (found.mean, found.high) == (0.0, pytest.approx(0.5615, abs=1e-4))
+    assert found.low == pytest.approx(0.0, abs=1e-12)
+    assert Interval.of_scores([0.0, 1.0]) == Interval.over([0.0, 1.0])
+    assert Interval.of_scores([0.5] * 4) == Interval.over([0.5] * 4)
 
 
 def test_the_mean_over_sets_weighs_them_equally() -> None:
-    found = stratified_bootstrap([[1.0] * 10, [0.0] * 1000])
+    found = Interval.over([1.0] * 10, [0.0] * 1000)
     assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
     # Half of the first set is right: only its part of the mean varies, by half of its standard
     # error of sqrt(.25 / 100) = .05.
-    mixed = stratified_bootstrap([[1.0, 0.0] * 50, [0.0] * 10])
+    mixed = Interval.over([1.0, 0.0] * 50, [0.0] * 10)
     assert mixed.mean == 0.25 and mixed.high - mixed.low == pytest.approx(
         2 * 1.96 * 0.05 / 2, abs=0.01
     )
-    with pytest.raises(ValueError, match="without values"):
-        stratified_bootstrap([[1.0], []])
 
 
 @given(st.integers(1, 7), st.data())
@@ -250,10 +241,3 @@ def test_which_k_are_reported() -> None:
         and pass_ks(5) == [1, 2, 3, 4, 5]
         and pass_ks(16) == [1, 2, 3, 4, 5, 8, 16]
     )
-
-
-def test_limits_of_calls_are_powers_of_two_up_to_the_most() -> None:
-    assert call_limits(0) == []
-    assert call_limits(1) == [0, 1]
-    assert call_limits(4) == [0, 1, 2, 4]
-    assert call_limits(6) == [0, 1, 2, 4, 6]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.examples import at_most
 
-from treegraft.extras.lab.statistics import (
+from treegraft.extras.statistics import (
     accuracy_at,
     bootstrap_interval,
     holm,

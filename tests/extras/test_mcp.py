@@ -132,7 +132,7 @@ def check_answers(tools: list[Tool]) -> None:
     assert "needs a JSON object" in seen[2].text
     assert "a\n" in seen[3].text and "required" in seen[3].text.lower()
     assert "no luck" in seen[4].text
-    assert seen[5].text == "[image/png, not shown]"
+    assert seen[5].text == "[image, not shown]"
     assert seen[6].is_truncated and len(seen[6].text) == 200
 
 

@@ -24,15 +24,13 @@ from tests.support.viewed import write_run
 
 from treegraft.cli import main as cli
 from treegraft.extras.lab.report.command import (
-    PAPERS,
     Report,
     as_csv,
-    costs,
     report_folder,
     write_report,
 )
 from treegraft.extras.lab.report.figures import FIGURES, cost_curve
-from treegraft.extras.lab.report.groups import Group, differing, group, notes_on, vary
+from treegraft.extras.lab.report.groups import Group, differing, group, notes_on
 from treegraft.extras.lab.report.page import number
 from treegraft.extras.lab.report.records import (
     Record,
@@ -42,7 +40,6 @@ from treegraft.extras.lab.report.records import (
     split_label,
 )
 from treegraft.runs.record import RunFolder
-from treegraft.settings.recipe import flatten
 from treegraft.view.metrics import clean_lines
 
 ACCURACY = "eval/accuracy_sampled"
@@ -125,7 +122,7 @@ def test_costs_add_up() -> None:
 
     assert run(10.0).spent(CALLS) == {0: 0.0, 1: 10.0}
     curve = cost_curve(Group("g", "", (run(10.0), run(30.0))), CALLS, ACCURACY)
-    assert [(x, point.mean) for x, point in curve] == [(0.0, 0.0), (20.0, 0.5)]
+    assert [(point.x, point.mean) for point in curve] == [(0.0, 0.0), (20.0, 0.5)]
 
 
 def test_differences_are_paired_by_seed_at_the_last_shared_update() -> None:
@@ -163,26 +160,6 @@ def test_a_label_pools_and_says_so() -> None:
     assert third == "b: stopped at update 1 of 2."
 
 
-def test_sets_that_differ_in_one_thing_alone() -> None:
-    def one(label: str, *settings: dict[str, Any]) -> Group:
-        return Group(label, "", tuple(record(label, settings=each) for each in settings))
-
-    groups = [
-        one("a", {"p": 0.0, "q": 1}),
-        one("b", {"p": 0.5, "q": 1}),
-        one("c", {"p": 1.0, "q": 2}),
-        one("d", {"p": 1.0, "q": 1}),
-        one("e", {"q": 1}),
-    ]
-    assert [[g.label for g in found] for found in vary(groups, "p")] == [["a", "b", "d"]]
-    warmed = [
-        one(label, {"p": p, "model.path": "x"}, {"p": p, "model.path": "y"})
-        for label, p in (("a", 0.0), ("b", 1.0))
-    ]
-    assert [[g.label for g in found] for found in vary(warmed, "p")] == [["a", "b"]]
-    assert vary(warmed, "model.path") == []
-
-
 # ---------------------------------------------------------------------- reading
 
 
@@ -214,10 +191,6 @@ def test_calls_of_a_run_include_those_that_an_environment_repeats(tmp_path: Path
     path = made_run(tmp_path / "own", {"run": {"num_updates": 10, "max_calls": 16}}, lines)
     found = read_run(path)
     assert [line[CALLS] for line in found.lines] == [9, 7] and not found.notes
-
-
-def test_settings_are_flat() -> None:
-    assert flatten({"a": {"b": {"c": 1}, "d": [1]}, "e": {}}) == {"a.b.c": 1, "a.d": [1], "e": {}}
 
 
 def test_labels_stand_before_paths(tmp_path: Path) -> None:
@@ -356,7 +329,7 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
     # What is not the same in all runs, by group; seeds and names are not settings of a method.
     assert "<tr><td>explore.explorers</td><td>-</td><td>graft</td></tr>" in page
     assert "run.seed</td>" not in page
-    assert written.left_out == ("no sweep: no two groups differ in one numeric setting alone.",)
+    assert written.left_out == ()
 
 
 def test_a_report_lies_in_the_run_and_is_the_same_twice(tmp_path: Path) -> None:
@@ -387,9 +360,6 @@ def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     page = written.page.read_text()
     assert page.count("<img") == 1 and "no run was evaluated" in page
     assert "not recorded: learn/entropy" in page
-    only = reported([run], out, only=["final-accuracy"])
-    assert only.figures == ("final-accuracy",)
-    assert (out / "figures" / "training-dynamics.svg").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
@@ -397,8 +367,6 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with raises_code("unknown-group"):
         reported([run], out, baseline="runn")
-    with raises_code("unknown-figure"):
-        reported([run], out, only=["final-acuracy"])
     with raises_code("no-metrics-yet", match="recorded no metrics yet"):
         reported([str(made_run(tmp_path / "quiet", {}, []))], out)
     assert not out.exists()
@@ -408,78 +376,6 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         report_folder([run], study)
     with raises_code("report-without-folder"):
         report_folder([str(study)], None)
-
-
-def test_sweeps_of_a_study(tmp_path: Path) -> None:
-    error = "tasks.search_world.error_prob"
-    lines = [
-        study_line("near", seed, 0.8 + 0.02 * seed, **{"buffer__random_prob": 0.0, error: 0.0})
-        for seed in range(2)
-    ]
-    lines += [study_line("random", 0, 0.3, **{"buffer__random_prob": 1.0, error: 0.0})]
-    lines += [study_line("half", 0, 0.5, **{"buffer__random_prob": 0.5, error: 0.0})]
-    lines += [
-        study_line("near", seed, 0.6, "flawed", **{"buffer__random_prob": 0.0, error: 0.3})
-        for seed in range(2)
-    ]
-    # A flag and a text are no numbers; both at once are not one setting.
-    lines += [study_line("flag", 0, 0.1, **{"buffer__random_prob": True, error: 0.0})]
-    lines += [study_line("both", 0, 0.1, **{"buffer__random_prob": 0.5, error: 0.3})]
-    (tmp_path / "study.jsonl").write_text("".join(lines))
-    written = reported([str(tmp_path / "study.jsonl")], tmp_path / "out", baseline="near")
-    assert {"sweep", "final-accuracy"} <= set(written.figures)
-    rows = table(tmp_path / "out", "sweep")
-    found: dict[str, list[tuple[str, str, float]]] = {}
-    for row in rows:
-        found.setdefault(f"{row['setting']} {row['method']}", []).append(
-            (row["value"], row["n"], pytest.approx(float(row["mean"])))
-        )
-    assert found == {
-        "buffer.random_prob near (w)": [("0.0", "2", 0.81), ("0.5", "1", 0.5), ("1.0", "1", 0.3)],
-        "buffer.random_prob near (flawed)": [("0.0", "2", 0.6), ("0.5", "1", 0.1)],
-        f"{error} near (w)": [("0.0", "2", 0.81), ("0.3", "2", 0.6)],
-        f"{error} half (w)": [("0.0", "1", 0.5), ("0.3", "1", 0.1)],
-    }
-    # One run: Wilson for 50 of 100 tasks, 0.5 ± 0.0962.
-    half = next(row for row in rows if row["value"] == "0.5" and row["group"] == "half")
-    assert float(half["low"]) == pytest.approx(0.4038, abs=1e-4)
-    final = {(row["panel"], row["group"]): row for row in table(tmp_path / "out", "final-accuracy")}
-    assert (
-        float(final["w", "half"]["difference"]) == pytest.approx(-0.3)
-        and final["w", "half"]["pairs"] == "1"
-    )
-
-
-# ---------------------------------------------------------------------- the papers' figures
-
-
-def paper_line(method: str, seed: int, seconds: float, calls: int) -> dict[str, Any]:
-    """A run of two updates."""
-    spent = [{"update": n, "accuracy": 0.5, CALLS: calls * n, TOKENS: 10.0 * n} for n in (0, 2)]
-    updates = {"update": [1, 2], CALLS: [calls, calls], "time/rollout_s": [seconds, 3 * seconds]}
-    return {"method": method, "seed": seed, "world": "w", "curve": spent, "updates": updates}
-
-
-LINES = [
-    paper_line("RAPO", 0, 3.0, 6),
-    paper_line("GRPO", 0, 1.0, 4),
-    paper_line("GRPO", 1, 2.0, 4),
-]
-
-
-def test_costs_of_an_update_beside_the_baseline_s() -> None:
-    """GRPO: (1 + 3) / 2 and (2 + 6) / 2 seconds, mean 3; RAPO 6. Tokens: 20 over two updates."""
-    heads, grpo, rapo = costs(LINES, "GRPO")
-    assert heads == ["arm", "rollout s", "learning s", "CPU s", "calls", "tokens"]
-    assert grpo == ["GRPO", "3 (1.00 x)", "", "", "4 (1.00 x)", "10 (1.00 x)"]
-    assert rapo == ["RAPO", "6 (2.00 x)", "", "", "6 (1.50 x)", "10 (1.00 x)"]
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_the_papers_figures_are_drawn(tmp_path: Path, name: str) -> None:
-    lines = [line | {"settings": {"a": place}} for place, line in enumerate(LINES[:2])]
-    drawn = PAPERS[name].drawn
-    assert write_report(records_of(lines), tmp_path, only=[drawn]).figures == (drawn,)
 
 
 # ---------------------------------------------------------------------- foreign text
@@ -562,11 +458,10 @@ def test_the_command_says_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    options = ["--only", "final-accuracy", "--only", "sweep", "--out", out]
-    assert treegraft(monkeypatch, "report", write_run(tmp_path / "first"), *options) == 0
+    assert treegraft(monkeypatch, "report", write_run(tmp_path / "first"), "--out", out) == 0
     said = capsys.readouterr().out
-    assert f"{out / 'report.html'}: 1 figures (final-accuracy)" in said
-    assert "no sweep: no two groups differ in one numeric setting" in said
+    assert f"{out / 'report.html'}: 2 figures (training-dynamics, final-accuracy)" in said
+    assert "no accuracy-against-cost: no run has recorded" in said
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from trl import GRPOTrainer
 from treegraft import Session, SettingError, Status, load_config, read_trees, sft
 from treegraft.extras.trl import TreeGRPOTrainer, check_version, grpo_config
 from treegraft.extras.trl import trainer as of_trainer
-from treegraft.extras.trl.arguments import COLOCATE, HOST, TRL, VLLM, check_arguments
+from treegraft.extras.trl.arguments import HOST, TRL, VLLM, check_arguments
 from treegraft.extras.trl.rows import rollout_fields, tree_rows
-from treegraft.extras.trl.trainer import OF_RECIPE, REFUSED
+from treegraft.extras.trl.trainer import REFUSED
 from treegraft.parts import BranchCause, RunReader, setting_rows
 from treegraft.parts import recipe as recipe_files
 from treegraft.policy.learn.credit import credit_trees
@@ -71,8 +71,6 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         (*HARD, "credit.leaf_weight=inverse_branching", "explore.graft.num_hybrid=1"),
         {},
     ),
-    "imitated grafts": ((*HARD, "loss.graft_coef=1.0", "explore.graft.num_hybrid=1"), {}),
-    "lessons": (("loss.lesson_coef=0.5", "learn.num_lessons=2"), {}),
     "entropy bonus": (("loss.entropy_coef=0.1",), {}),
     "truncated, without loss": (
         (*HARD, "rollout.max_completion_tokens=16", "loss.learn_from_truncated=false"),
@@ -80,14 +78,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
 }
 MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "one pass of all rows": ((), {"per_device_train_batch_size": 8}),
     "passes of parts of trees": (HARD, {"per_device_train_batch_size": 2}),
     "engine's log-probabilities": ((*HARD, "loss.old_logprobs=engine", *SHAPED), {}),
     "dual clip": (("loss.dual_clip=1.3", "loss.shaping_weight=0.6"), {}),
-    "dual clip, two passes": (
-        ("loss.dual_clip=1.06", "loss.clip_high=0.05", "learn.num_epochs=2"),
-        {},
-    ),
     "truncated": (("rollout.max_completion_tokens=16",), {}),
     "KL": (("loss.kl_coef=0.1",), {}),
     "KL, unequal weights": (
@@ -104,15 +97,8 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ),
         {"per_device_train_batch_size": 2},
     ),
-    "imitated grafts, two passes": (
-        (
-            *("loss.graft_coef=0.7", "loss.graft_form=luffy", "learn.num_epochs=2"),
-            *("credit.leaf_weight=inverse_branching", "loss.aggregation=sequence-sum"),
-        ),
-        {"per_device_train_batch_size": 2},
-    ),
 }
-ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip", "dual clip, two passes")
+ACTS = ("m = 0.6, clip at ratio 1", "two passes", "dual clip")
 """Cases in which the clip has to act."""
 
 
@@ -129,8 +115,6 @@ def test_law_19_gradients_are_those_of_our_learner(name: str, base: Path, tmp_pa
     assert sum(gap.num_grafts for gap in gaps) > 0 or "truncated" in name
     if name in ACTS:
         assert max(gap.clipped for gap in gaps) > 0
-    if "imitated" in name or "lessons" in name:
-        assert sum(gap.num_imitated for gap in gaps) > 0
     if name == "inverse_branching":
         assert min(gap.num_weights for gap in gaps) > 1
     if "truncated" in name:
@@ -178,8 +162,7 @@ def test_bfloat16_strays_no_further_than_in_our_learner(base: Path, tmp_path: Pa
 def test_law_19_on_two_ranks(base: Path, tmp_path: Path) -> None:
     """Each holds whole trees; the gradient is that of all, and the trees lie in one file."""
     overrides = (*HARD, "credit.leaf_weight=inverse_branching", "run.tasks_per_update=4")
-    overrides += ("loss.graft_coef=1.0", "loss.kl_coef=0.1", "explore.graft.num_hybrid=1")
-    overrides += ("loss.lesson_coef=0.5",)
+    overrides += ("loss.kl_coef=0.1", "explore.graft.num_hybrid=1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", str(ROOT / "tests" / "support" / "trl_check.py")]
     done = subprocess.run(
@@ -302,13 +285,6 @@ def test_rows_without_tokens_of_a_leaf_that_counts() -> None:
     assert rows[0].leaf is not None and rows[0].leaf.weight == 0.5
 
 
-def test_rows_of_a_recipe_without_grafts() -> None:
-    """loss.graft_coef has its default there, and no effect."""
-    config = load_config({"explore": {"explorers": ["entropy"], "num_leaves": 2}})
-    trees = credit_trees([build_tree(Part.of("pp", Part("s"), Part("s")))], config)
-    assert len(tree_rows(trees, config)) == 2
-
-
 def test_a_tree_with_more_leaves_than_rows_is_refused() -> None:
     part = Part.of("pp", Part("s"), Part("s"), Part("s"))
     config = load_config({"loss": {"graft_coef": 0.0}, "explore": {"num_leaves": 2}})
@@ -389,7 +365,7 @@ def test_contract_trl_has_each_name_that_is_used_of_it() -> None:
     used = {node.attr for node in of_self} - (defined | is_set)
     used |= {"beta", "_last_loaded_step", "_compute_loss", "_generate_and_score_completions"}
     used |= {"_get_per_token_logps_and_entropies"}
-    assert {"_metrics", "_logs", "_step", "accelerator", "state"} <= used
+    assert {"_metrics", "accelerator", "state"} <= used
     theirs = "".join(inspect.getsource(kind) for kind in GRPOTrainer.__mro__[:-1])
     assert [
         name for name in sorted(used) if not re.search(rf"\b(self\.|def ){name}\b", theirs)
@@ -555,6 +531,8 @@ RECIPE = {
     "model.path=tiny": "model.path",
     "run.num_updates=0": "run.num_updates",
     "loss.future_weight=0.5": "loss.future_weight",
+    "loss.graft_coef=1.0": "loss.graft_coef",
+    "loss.lesson_coef=0.5": "loss.lesson_coef",
 }
 
 
@@ -574,20 +552,10 @@ def test_refused_in_a_recipe(override: str, base: Path) -> None:
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "truncated": ({"mask_truncated_completions": True}, "mask_truncated_completions"),
     "scale": ({"scale_rewards": "group"}, "scale_rewards"),
-    "loss": ({"loss_type": "sapo"}, "loss_type"),
     "sequence": ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
     "leaves": ({"num_generations": 8}, "num_generations"),
-    "temperature": ({"temperature": 0.7}, "temperature"),
-    "clip": ({"epsilon_high": 0.1}, "epsilon_high"),
-    "rate": ({"learning_rate": 1e-6}, "learning_rate"),
-    "steps": ({"max_steps": 7}, "max_steps"),
-    "epochs": ({"num_train_epochs": 1}, "num_train_epochs"),
-    "top_p": ({"top_p": 0.9}, "top_p"),
     "entropy": ({"entropy_coef": 0.01}, "entropy_coef: .*loss.entropy_coef of the recipe"),
-    "weights": ({"reward_weights": [0.5]}, "reward_weights"),
-    "mask": ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
     "eval": ({"eval_strategy": "steps", "eval_steps": 1}, "do_eval|eval_strategy"),
-    "columns": ({"remove_unused_columns": True}, "remove_unused_columns"),
     "recompute": ({"gradient_checkpointing": True}, "checkpointing"),
     "other number of trees": (
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
@@ -611,7 +579,7 @@ def test_arguments_that_were_made_without_the_recipe_are_refused(base: Path) -> 
         TreeGRPOTrainer(None, recipe(base), GRPOConfig(**QUIET, scale_rewards="none", bf16=False))
 
 
-@pytest.mark.parametrize("name", [*OF_RECIPE, *REFUSED, "rewards"])
+@pytest.mark.parametrize("name", [*REFUSED, "rewards"])
 def test_what_the_recipe_says_is_refused_beside_it(name: str, base: Path) -> None:
     with pytest.raises(SettingError, match=f"^{name}: "):
         TreeGRPOTrainer(None, recipe(base), **{name: []})
@@ -695,11 +663,7 @@ def test_the_page_names_every_table_and_argument() -> None:
     tables = {name.partition(".")[0] for name in names}
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert [name for name in sorted(tables) if not re.search(rf"`{name}[.`]", rows)] == []
-    for name in (
-        *(one.name for one in (*HOST.only, *TRL, *VLLM, *COLOCATE)),
-        *OF_RECIPE,
-        *REFUSED,
-    ):
+    for name in (*(one.name for one in HOST.only), *TRL, *VLLM, *REFUSED):
         if name != "reward_processing_classes":
             assert f"`{name}`" in page, name
 

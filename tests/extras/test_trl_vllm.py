@@ -16,14 +16,13 @@ import torch
 
 pytest.importorskip("trl", reason="needs trl: pip install 'treegraft[trl]'")
 
-from tests.support.fake_trl_vllm import FakeLLM, install, serving
+from tests.support.fake_trl_vllm import FakeLLM, install
 from tests.support.hosts import on_one_thread, recipe, warmed_up
-from tests.support.trl_check import QUIET, Checked, train
-from trl.generation.vllm_client import VLLMClient
+from tests.support.trl_check import QUIET, Checked
 
 from treegraft import SettingError
-from treegraft.extras.trl import TreeGRPOTrainer, grpo_config
-from treegraft.extras.trl.vllm import AskedServer, Colocated
+from treegraft.extras.trl import grpo_config
+from treegraft.extras.trl.vllm import Colocated
 from treegraft.parts import errors, served
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -80,22 +79,6 @@ def check_reply(reply: served.TokenReply, engine: Any) -> None:
 
 
 # ---------------------------------------------------------------------- one request
-
-
-def test_trls_client_asks_for_what_trees_need(base: Path) -> None:
-    with serving(base) as server:
-        source = AskedServer(VLLMClient(base_url=server.url), num_at_once=3)
-        server.num_awaited = 2
-        first, again, other = ask(source, request(), request(), request(seed=6))
-        assert first == again and len(first.token_ids) == 4 and other != first
-        check_reply(first, server.engine)
-        (cut,) = ask(source, request(stop_token_ids=[first.token_ids[1]]))
-        assert cut.token_ids == first.token_ids[:2]
-        assert source.max_context == 160
-        server.num_failing = 1
-        with pytest.raises(errors.EngineError, match=r"127\.0\.0\.1.*400.*no room"):
-            ask(source, request())
-        source.close()
 
 
 def test_a_colocated_vllm_takes_requests_at_any_token(base: Path) -> None:
@@ -162,16 +145,6 @@ CAP = "loss.engine_ratio_cap=2.0"
 
 
 @pytest.mark.smoke
-def test_trees_from_trls_server(base: Path, tmp_path: Path) -> None:
-    config = recipe(base, CAP, "loss.shaping_weight=0.6", "loss.clip_high=0.05")
-    with serving(base) as server:
-        own = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        trainer = trained(config, tmp_path / "out", **own)
-        assert server.num_updates == server.num_resets == 2
-    check_training(trainer, 2)
-    assert max(gap.clipped for gap in trainer.gaps) > 0
-
-
 @pytest.mark.parametrize("sleeps", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trees_from_a_colocated_vllm(sleeps: bool, base: Path, tmp_path: Path) -> None:
     own = {"use_vllm": True, "vllm_enable_sleep_mode": sleeps}
@@ -197,43 +170,14 @@ def test_the_engines_ratio_of_whole_sequences_is_trls(base: Path, tmp_path: Path
     assert all(gap.relative < 1e-5 for gap in trainer.gaps), trainer.gaps
 
 
-@pytest.mark.slow
-def test_a_second_training_asks_anew(base: Path, tmp_path: Path) -> None:
-    """And without the correction TRL forms no old log-probabilities, as beside the native
-    engine."""
-    with serving(base) as server:
-        own = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        trainer = train(recipe(base, "run.num_updates=1"), tmp_path / "out", **own)
-        trainer.train()
-        assert server.num_updates == 2
-    assert all(gap.relative < 1e-5 for gap in trainer.gaps), trainer.gaps
-
-
 # ---------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("info", "said"),
-    [
-        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs, expected processed"),
-        ({"max_logprobs": 5}, "--max-logprobs 5, expected 20 or more"),
-    ],
-)
-def test_servers_without_the_log_probabilities(
-    info: dict[str, Any], said: str, base: Path, tmp_path: Path
-) -> None:
-    config = recipe(base)
-    with serving(base, **info) as server:
-        own = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        args = grpo_config(config, output_dir=str(tmp_path), **QUIET, **own)
-        with pytest.raises(SettingError, match=said):
-            TreeGRPOTrainer(None, config, args)
 
 
 @pytest.mark.parametrize(
     ("override", "own", "said"),
     [
         ("engine.kind=vllm", {}, "engine.kind: got 'vllm', expected 'native' inside TRL"),
+        ("run.seed=1", {"vllm_mode": "server"}, "vllm_mode: got 'server', expected 'colocate'"),
         ("run.seed=1", {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: got 2"),
         ("run.seed=1", {"vllm_structured_outputs_regex": "a"}, "vllm_structured_outputs_regex"),
         (CAP, {"vllm_importance_sampling_correction": False}, "correction: got False"),

@@ -476,7 +476,6 @@ REFUSED = {
     "data.train_batch_size=3": "train_batch_size: got 3, expected 2 by run.tasks_per_update",
     "trainer.v1.trainer_mode=separate_async": "trainer_mode",
     "trainer.total_training_steps=5": "total_training_steps",
-    "treegraft.entropies=none": "treegraft.entropies",
 }
 
 

@@ -62,30 +62,20 @@ REFUSED = {
 def test_refused_in_a_recipe(override: str) -> None:
     name = re.escape(REFUSED[override])
     with pytest.raises(SettingError, match=rf"^{name}: got .* expected .*inside verl"):
-        check_recipe(recipe(override), "top_k")
+        check_recipe(recipe(override))
 
 
 def test_adapters_that_verl_would_not_load_are_refused(tmp_path: Path) -> None:
     own = recipe(f"model.path={tmp_path}")
-    check_recipe(own, "top_k")
+    check_recipe(own)
     (tmp_path / "adapter").mkdir()
     with raises_code("host-adapters-apart"):
-        check_recipe(own, "top_k")
-
-
-def test_sampled_entropies_are_refused_beside_grafts() -> None:
-    grafts = recipe()
-    check_recipe(grafts, "top_k")
-    check_recipe(recipe('explore.explorers=["entropy"]'), "sampled")
-    with pytest.raises(SettingError, match=r"treegraft\.entropies: got 'sampled' beside"):
-        check_recipe(grafts, "sampled")
-    with pytest.raises(SettingError, match=r"got 'exact', expected one of top_k, sampled"):
-        check_recipe(grafts, "exact")
+        check_recipe(own)
 
 
 def test_kl_beside_unequal_weights_is_refused() -> None:
     with pytest.raises(SettingError, match=r"loss\.kl_coef: got 0\.1, expected 0 inside verl"):
-        check_recipe(recipe("loss.kl_coef=0.1", "loss.learn_from_truncated=false"), "top_k")
+        check_recipe(recipe("loss.kl_coef=0.1", "loss.learn_from_truncated=false"))
 
 
 def test_derived_arguments() -> None:
@@ -102,7 +92,7 @@ def test_derived_arguments() -> None:
 def test_each_argument_is_one_word_of_a_shell(tmp_path: Path) -> None:
     path = tmp_path / "agent.json"
     path.write_text(recipe().model_dump_json(), encoding="utf-8")
-    lines = arguments(path, ("loss.clip_low=0.1",), "top_k")
+    lines = arguments(path, ("loss.clip_low=0.1",))
     assert f"+treegraft.recipe={path}" in lines
     assert '+treegraft.changes=["loss.clip_low=0.1"]' in lines
     assert "actor_rollout_ref.actor.clip_ratio_low=0.1" in lines
@@ -127,7 +117,7 @@ def test_the_page_names_every_table() -> None:
 def test_recipes_of_the_examples_fit_verl(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREEGRAFT_DATA", "/data")
     monkeypatch.setenv("TREEGRAFT_CORPUS", "/data/corpus.jsonl")
-    lines = arguments(ROOT / "examples" / "verl" / f"{name}.toml", (), "top_k")
+    lines = arguments(ROOT / "examples" / "verl" / f"{name}.toml", ())
     # ARPO's released script: 128 prompts, minibatches of 16; RAPO: 32, of 16.
     assert f"data.train_batch_size={128 if name == 'arpo' else 32}" in lines
     assert "actor_rollout_ref.actor.ppo_mini_batch_size=16" in lines
@@ -201,13 +191,12 @@ class Letters:
         return 27
 
 
-def completed(server: Server, entropies: str = "top_k", **more: Any) -> Any:
+def completed(server: Server, **more: Any) -> Any:
     engine = ServerEngine(
         server,
         Letters(),
         {0},
         load_config({}).engine,
-        entropies=entropies,
         max_context=more.pop("max_context", None),
     )
     sampling = Sampling(max_new_tokens=8, stop=("c",), final=("z",))
@@ -244,11 +233,6 @@ def test_one_token_of_grace_after_a_final_text() -> None:
     assert (done.token_ids, done.finish) == ((5, 26, 0), "end")
     parameters = server.asked[1][1]["sampling_params"]
     assert (parameters["max_tokens"], parameters["stop"]) == (1, [])
-
-
-def test_sampled_entropies_are_minus_the_logprob() -> None:
-    done = completed(Server(([1, 3], [-0.25, -2.0], {"global_steps": 1})), "sampled")
-    assert (done.entropies, done.entropy_kind) == ((0.25, 2.0), "sampled")
 
 
 FAULTS = {
@@ -307,5 +291,5 @@ def test_data_and_arguments_by_command(tmp_path: Path) -> None:
     assert parquet.read_table(held_out).num_rows > 0
     printed = runner.invoke(app, ["verl-args", str(path), "loss.clip_low=0.1"])
     assert printed.exit_code == 0
-    lines = arguments(path, ("loss.clip_low=0.1",), "top_k")
+    lines = arguments(path, ("loss.clip_low=0.1",))
     assert printed.output.split() == "\n".join(lines).split()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 
 from treegraft.policy.engine.blocks import (
-    START,
     BlockPool,
     Node,
     PathCache,
@@ -145,13 +144,10 @@ def check(cache: PathCache) -> None:
         node = waiting.pop()
         for child in node.children:
             assert child.parent is node
-            assert child.is_full or not child.children, "only full blocks are gone on from"
+            is_full = len(child.token_ids) == BLOCK
+            assert is_full or not child.children, "only full blocks are gone on from"
             nodes.append(child)
             waiting.append(child)
-        long = [child for child in node.children if len(child.token_ids) >= START]
-        found = [(start, child) for start, twins in node.by_start.items() for child in twins]
-        assert {child for _, child in found} == set(long) and len(found) == len(long)
-        assert all(child.token_ids[:START] == [*start] for start, child in found)
     blocks = [node.block for node in nodes] + cache._free_blocks
     assert sorted(blocks) == list(range(cache.pool.num_blocks))
     for node in nodes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from tests.support.families import build_model, word_tokenizer
 from tests.support.tiny import tiny
 
-from treegraft import Session, SettingError, load_config, train
+from treegraft import Session, SettingError
 from treegraft.core.types import Filters
 from treegraft.parts import Completion, Sampling, errors, interfaces, served
 
@@ -189,36 +188,3 @@ def test_a_session_takes_the_engine_and_the_version_of_weights_that_somebody_mov
     kinds = {step.entropy_kind for step in tree.steps if any(step.sampled_mask)}
     assert kinds == {served.EntropyKind.SAMPLED}
     assert {step.policy_version for step in tree.steps if any(step.sampled_mask)} == {7}
-
-
-def test_train_and_our_own_servers_do_not_leave_the_weights_to_somebody() -> None:
-    engine = {"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:9"]}}
-    own = {"warmup": {"num_steps": 0}, "publish": {"kind": "external"}}
-    with pytest.raises(SettingError, match=r"publish\.kind: got 'external'.* in `train`"):
-        train(tiny(engine=engine, **own), display=False)
-    with pytest.raises(SettingError, match=r"publish\.kind: got 'external', expected engine"):
-        load_config(tiny(engine={"kind": "vllm"}, **own))
-
-
-def test_ends_are_found_by_the_tokens_that_can_be_one() -> None:
-    """The same as asking after each token: stops, finals with a token more, ends, the limit, and
-    replies that begin anywhere."""
-    tokenizer = word_tokenizer()
-    stops, draw = served.StopFinder(tokenizer), random.Random(0)
-    words = [tokenizer.decode([one]).strip() for one in range(20, 28)]
-    sampling = Sampling(max_new_tokens=9, stop=tuple(words[:2]), final=tuple(words[2:4]))
-    plain = Sampling(max_new_tokens=9)
-    reasons = set()
-    for _ in range(300):
-        ids = draw.choices(range(18, 40), k=draw.randrange(1, 14))
-        begin, end_ids = draw.randrange(len(ids)), frozenset({draw.randrange(18, 40), 5000})
-        for one in (sampling, plain):
-            expected = None
-            for size in range(begin + 1, len(ids) + 1):
-                why = stops.reason(ids[:size], one, end_ids, 9)
-                if why is not None:
-                    expected = size, why
-                    break
-            assert stops.first_end(ids, begin, one, end_ids, 9) == expected
-            reasons.add(expected and expected[1])
-    assert len(reasons) == 4

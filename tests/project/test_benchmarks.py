@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import alarms, demo, house, pruned_buffers
+from benchmarks import alarms, demo, house
 from benchmarks.walk import Code, stays_of
 from tests.support.tiny import write_recipe
 
-from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.settings.load import load_config
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import split_steps
 from treegraft.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,29 +67,6 @@ def test_seeds_of_the_demo_are_what_its_commands_give(
     demo.RESULTS.write_text(text, encoding="utf-8")
     names = [row.split(" | ")[0] for row in demo.table()][2:]
     assert names == [f"| {method}" for method in demo.METHODS]
-
-
-def test_pruned_buffers_are_counted(tmp_path: Path) -> None:
-    """A detour that pruning cuts makes a trajectory exact; a needed call that it cuts, useless."""
-    right = {"e3 r0": "r0 of e3 is e5", "e5 r1": "r1 of e5 is e7"}
-    detour = {"e3 r0": "r0 of e3 is e5", "e5 r4": "r4 of e5 is e9", "e5 r1": "r1 of e5 is e7"}
-    stored = {"0": (detour, right), "1": (right, right), "2": (right, {"e5 r1": right["e5 r1"]})}
-    for n, kind in enumerate(("raw", "pruned")):
-        with TraceBuffer(tmp_path / f"{kind}.sqlite", "hashing") as buffer:
-            for name, both in stored.items():
-                steps = [
-                    StepContent(
-                        calls=(ToolCall("search", body),), observations=(Observation(text=text),)
-                    )
-                    for body, text in both[n].items()
-                ]
-                steps.append(StepContent(answer="e7"))
-                made = split_steps(
-                    "t", "r1 of r0 of e3 ?", steps, reward=1.0, source="x", trajectory=name
-                )
-                buffer.add(made)
-    counts = pruned_buffers.row(tmp_path / "raw.sqlite", tmp_path / "pruned.sqlite")
-    assert counts == (3, 2, 2, 1)
 
 
 def test_a_collapse_is_a_fall_below_half_of_the_best_mean_of_three() -> None:

@@ -59,7 +59,7 @@ def test_the_radius_is_the_median_distance_to_the_second_neighbour() -> None:
 def test_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "first", note="hm", with_buffer=False)
+    run = write_run(tmp_path / "first", note="hm")
     hybrid = read_trees(run)[0].trajectories()[0]
     assert (
         exported()["text_of"](hybrid)

@@ -51,13 +51,14 @@ ELSEWHERE = {
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/extras/test_eval_suites.py",
     r"treegraft push .*(--private|--revision)": "needs a hub; tests/extras/test_push.py has one",
     r".*engine\.kind=vllm$": "needs a vLLM server; tests/serving trains with one",
-    r"treegraft study studies/(?!.*--(table|lines|check|figure))": (
+    r"treegraft study studies/(?!.*--(table|lines|check))": (
         "hours; tests/extras/test_study.py runs the smoke test of each study"
     ),
     r"treegraft (train|sft) papers/": "test_recipe_files.py and test_papers_steps.py",
     r"treegraft (data check|serve search|buffer stats) \$": "tests/extras/test_papers_steps.py",
     r"treegraft compare evals/grpo": "tests/extras/test_papers_steps.py compares them",
-    r"treegraft study \S+ .*--figure": "tests/extras/test_report.py draws",
+    r"python studies/figures/papers\.py": "tests/project/test_study_scripts.py draws",
+    r"python -m studies\.pruning": "tests/project/test_pruning.py prunes",
     r"treegraft buffer build papers/": "needs a model of 7B; test_build_traces.py builds",
     r"treegraft buffer build .*agent=http": "needs a server; test_build_traces.py has one",
     r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",
@@ -102,7 +103,7 @@ SMALL = {
     r"^(treegraft buffer build \S+)$": r"\1 traces.sqlite",
     r"^(treegraft buffer build .*)$": r"\1 num_train=8",
     r"^(treegraft eval (?:file )?recipes/\S+)$": r"\1 num_eval=4",
-    r"^(treegraft view (?!.*--text|.*--bundle).*)$": r"\1 --no-browser",
+    r"^(treegraft view (?!.*--text).*)$": r"\1 --no-browser",
     r"^(treegraft serve search .*)$": r"\1 tools.search.encoder=hashing --port 0",
     r"^make demo$": "make demo -o .venv/.treegraft-core",
     r"^make figures$": "make figures -o .venv/.treegraft-installed",
@@ -328,7 +329,6 @@ MADE = (
     "treegraft train sokoban --smoke run.name=sign",
     "treegraft buffer build recipes/demo.toml full.sqlite tasks.search_world.detour_prob=0.4 "
     "num_train=8",
-    "treegraft buffer prune recipes/demo.toml full.sqlite pruned.sqlite --model runs/alone",
 )
 AS = {"runs/arpo": "sure", "runs/sure": "sure", "runs/sign": "sign", "runs/alone": "alone"}
 """Which of the runs stands for that of a page; the one with grafts for all others."""
@@ -356,10 +356,11 @@ def furnish(folder: Path, line: str, made: Path) -> None:
     if "runs" in words:
         shutil.copytree(made / "runs", folder / "runs")
     makes = words[4:5] if words[1:3] == ["buffer", "build"] else words[5:6]
-    for name in ("full.sqlite", "pruned.sqlite"):
-        if name in words and name not in makes:
-            shutil.copy(made / name, folder / name)
-    is_read = "traces.sqlite" in words and words[2] in ("stats", "show", "search")
+    if "full.sqlite" in words and "full.sqlite" not in makes:
+        shutil.copy(made / "full.sqlite", folder / "full.sqlite")
+    if "pruned.sqlite" in line:
+        shutil.copy(made / "full.sqlite", folder / "pruned.sqlite")
+    is_read = "traces.sqlite" in words and words[2] in ("stats", "search")
     if is_read or "my.toml" in words:
         shutil.copy(made / "full.sqlite", folder / "traces.sqlite")
     if "credit_sign" in line:
@@ -368,12 +369,6 @@ def furnish(folder: Path, line: str, made: Path) -> None:
     if "--revision best" in line or "checkpoints/best" in line:
         own = folder / "runs" / "first" / "checkpoints"
         shutil.copytree(own / "update-000001", own / "best", dirs_exist_ok=True)
-    if "pruned_buffers" in line:
-        place = folder / "runs" / "methods-xeon" / "buffers"
-        shutil.rmtree(folder / "runs")
-        place.mkdir(parents=True)
-        shutil.copy(made / "full.sqlite", place / "raw-imperfect-0-x.sqlite")
-        shutil.copy(made / "pruned.sqlite", place / "pruned-imperfect-0-x.sqlite")
 
 
 def prepared(world: World, folder: Path, line: str) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from benchmarks.tuning import STUDY, TIE, chosen_of, tuned
 
-from treegraft.extras.lab.statistics import (
+from treegraft.extras.lab.study.file import read_study
+from treegraft.extras.lab.study.plan import make_plan
+from treegraft.extras.lab.study.results import CALLS, known_runs
+from treegraft.extras.statistics import (
     accuracy_at,
     bootstrap_interval,
     permutation_test,
 )
-from treegraft.extras.lab.study.file import read_study
-from treegraft.extras.lab.study.plan import make_plan
-from treegraft.extras.lab.study.results import CALLS, known_runs
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, dict[str, float]] = {

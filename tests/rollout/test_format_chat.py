@@ -311,31 +311,6 @@ def test_any_text_survives_rendering_or_is_refused(kind: str, thought: str, body
     assert form.parse_step(spans[0][0]).content == content
 
 
-@pytest.mark.parametrize("kind", ["qwen25", "qwen3", "hermes"])
-def test_steps_as_text_are_read_back_with_their_results(kind: str) -> None:
-    form = form_of(kind)
-    calls = (ToolCall("search", "e1"), ToolCall("add", '{"a": 1, "b": 2}'))
-    content = StepContent(
-        thought="look",
-        calls=calls,
-        observations=(Observation(text='e1 is "e2"'), Observation(text="3")),
-    )
-    text = shown(kind, [token for ids, _ in form.render_step(content) for token in ids])
-    assert form.read_text(text) == content
-    assert form.read_text(text.removesuffix("<|im_start|>assistant\n")) == content
-    assert form.read_text(text.split("<|im_end|>")[0]) == replace(content, observations=())
-    assert form.read_text(text + " and more") is None
-    assert form.read_text("nothing of the kind") is None
-
-
-def test_a_turn_in_a_file_may_leave_out_the_thought_s_opening_that_its_prompt_writes() -> None:
-    call = '<tool_call>\n{"name": "search", "arguments": {"query": "e1"}}\n</tool_call>'
-    content = StepContent(thought="look", calls=(ToolCall("search", "e1"),))
-    for opening in ("", "<think>\n"):
-        text = f"{opening}look\n</think>\n\n{call}"
-        assert form_of("qwen3-open").read_text(text) == content
-
-
 def test_a_template_without_a_system_role_is_accepted_where_there_is_no_system_prompt() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     refuses = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
@@ -344,18 +319,6 @@ def test_a_template_without_a_system_role_is_accepted_where_there_is_no_system_p
     assert form.prompt_ids(TASK) == form_of("qwen3", system_prompt="").prompt_ids(TASK)
     with raises_code("template-invalid"):
         ChatFormat(tokenizer, TOOLS, end_ids=ends_of("qwen3"), system_prompt="Be brief.")
-
-
-def test_results_that_a_template_makes_json_of_are_read_back() -> None:
-    content = StepContent(
-        calls=(ToolCall("search", "e1"),), observations=(Observation(text='two\n"lines"'),)
-    )
-    spans = form_of("llama31").render_step(content)
-    assert '\\n\\"lines\\"' in shown("llama31", spans[1][0])
-    assert (
-        form_of("llama31").read_text(shown("llama31", [t for ids, _ in spans for t in ids]))
-        == content
-    )
 
 
 # ---------------------------------------------------------------------- reading

@@ -113,6 +113,13 @@ def make(
     )
 
 
+def branching(**fields: Any) -> EntropyBranching:
+    """ARPO's rule on plain nats, with two starts and a probe of two tokens unless others are
+    named."""
+    named = {"num_starts": 2, "probe_tokens": 2, "normaliser": "none"} | fields
+    return EntropyBranching(EntropySettings(**named), vocab_size=100)
+
+
 def grow(grower: Grower, task: Task = TASKS[0]) -> Tree:
     trees = asyncio.run(
         grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1)
@@ -137,9 +144,7 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
     calls."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=unsure_after_results,
         )
     )
@@ -164,9 +169,7 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
 def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -178,9 +181,7 @@ def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
     engine = ScriptedEngine(lambda _: ANSWER, word_tokenizer(), entropy=9.0)
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=1),
             engine=engine,
             num_leaves=5,
         )
@@ -192,9 +193,7 @@ def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
 def test_n_equal_to_m_is_grpo() -> None:
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=4, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=4),
             entropy=unsure_after_results,
         )
     )
@@ -277,10 +276,7 @@ def test_more_children_than_the_budget_are_cut() -> None:
     """Z = 5 with two leaves left: the first start in the tree gets both."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, num_branches=5, probe_tokens=2, normaliser="none"),
-                vocab_size=100,
-            ),
+            branching(num_branches=5),
             entropy=unsure_after_results,
         )
     )
@@ -303,9 +299,7 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     0.2, below the threshold."""
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-            ),
+            branching(),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -333,10 +327,7 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=1, num_branches=2, probe_tokens=2, normaliser="none"),
-                vocab_size=100,
-            ),
+            branching(num_starts=1, num_branches=2),
             entropy=unsure_after_results,
         )
     )
@@ -359,9 +350,7 @@ def test_branches_go_on_and_may_branch_again() -> None:
     """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4
     calls."""
     grower = make(
-        EntropyBranching(
-            EntropySettings(num_starts=1, probe_tokens=1, normaliser="none"), vocab_size=100
-        ),
+        branching(num_starts=1, probe_tokens=1),
         three_searches,
         entropy=unsure_after_results,
         num_leaves=8,
@@ -403,9 +392,7 @@ def test_only_the_first_child_after_a_result_probes() -> None:
 
 def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
     grower = make(
-        EntropyBranching(
-            EntropySettings(num_starts=2, probe_tokens=50, normaliser="none"), vocab_size=100
-        ),
+        branching(probe_tokens=50),
         entropy=unsure_after_results,
     )
     tree = grow(grower)
@@ -479,9 +466,7 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
     engine = Lame(breaks, word_tokenizer(), entropy=unsure_after_results)
     tree = grow(
         make(
-            EntropyBranching(
-                EntropySettings(num_starts=3, probe_tokens=1, normaliser="none"), vocab_size=100
-            ),
+            branching(num_starts=3, probe_tokens=1),
             engine=engine,
             deadline_s=1.5,
         )
@@ -508,9 +493,7 @@ class Belated(ScriptedEngine):
 
 def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing() -> None:
     engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
-    explorer = EntropyBranching(
-        EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
-    )
+    explorer = branching(probe_tokens=1)
     fields = {"deadline_s": 1.6, "num_leaves": 7, "max_completion_tokens": 200}
     tree = grow(make(explorer, engine=engine, **fields))
     assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
@@ -733,9 +716,7 @@ def test_a_branch_shares_the_grafts_above_it() -> None:
     graft."""
     composed = Composed(
         [
-            EntropyBranching(
-                EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
-            ),
+            branching(probe_tokens=1),
             HybridRollout(GraftSettings(num_hybrid=8, probability=0.5), num_leaves=8, num_starts=2),
         ]
     )
@@ -777,9 +758,7 @@ def mood(path: str) -> float:
 
 
 @pytest.mark.parametrize("rule", ["threshold", "bernoulli"])
-def test_law_12_shuffled_latencies_give_the_same_trees(
-    rule: str,
-) -> None:
+def test_law_12_shuffled_latencies_give_the_same_trees(rule: str) -> None:
     found = []
     for seed in range(4):
         luck = random.Random(seed)

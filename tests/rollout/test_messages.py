@@ -22,7 +22,7 @@ from tests.test_toolstar import save_tiny_model
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import Task
-from treegraft.extras.data.check import check_data, view_file
+from treegraft.extras.data.check import check_data
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
@@ -194,10 +194,8 @@ def test_paths_go_into_lists(path: str, found: str | None) -> None:
 
 def test_data_commands_know_messages(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": PROMPT, "answer": "42"}])
-    found = view_file(path)
-    assert found.question_column == "prompt"
-    assert found.columns[0].kinds == ["chat messages"]
-    assert check_data(path, []).is_clean
+    found = check_data(path, [])
+    assert found.is_clean and found.files[0].question_column == "prompt"
     (defect,) = check_data(path, [], question="prompt.0").files[0].findings
     assert defect.kind == "question that is a list or an object"
 
@@ -208,7 +206,7 @@ def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
         load(str(tmp_path)).train_tasks()
     wide = tmp_path / "wide.jsonl"
     wide.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-16")
-    with raises_code("data-utf16"):
+    with raises_code("no-usable-row"):
         load(str(wide)).train_tasks()
     marked = tmp_path / "marked.jsonl"
     marked.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-8-sig")

@@ -110,7 +110,7 @@ def test_the_agent_answers_as_the_command_does(result: RunResult, question: str)
             call for content in contents for call in content.calls[: len(content.observations)]
         ]
     assert tokenizer.decode(answers[0].trajectory.prompt_ids)
-    assert "\n" not in repr(answers[0]) and answers[0]._repr_html_().startswith("<div")
+    assert "\n" not in repr(answers[0]) and answers[0]._repr_html_().startswith("<pre")
 
 
 def test_a_conversation_goes_on(result: RunResult, question: str) -> None:

@@ -328,7 +328,7 @@ def test_a_question_shows_everything_or_is_not_asked(
     changed(run / "config.json", "tools", mcp=servers)
     shown = asked(run)
     assert all(f"{'x' * 300} evil-{number}']" in shown for number in range(9))
-    changed(run / "config.json", "buffer", sources=["a" * 5000])
+    changed(run / "config.json", "format", system_prompt="a" * 5000)
     assert "evil-8" in asked(run), "what does nothing takes no room"
     changed(run / "config.json", "engine", options={"a": "b" * 5000})
     monkeypatch.setattr(trust, "_says_yes", lambda question: pytest.fail("asked"))

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from treegraft.core.listener import listen
 from treegraft.policy.engine.vllm.checks import identity_of_model
-from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.folder import read_folder
 from treegraft.policy.engine.vllm.replies import PLUGIN_VERSION, ROUTE
 from treegraft.policy.weights import weights_fingerprint
 
@@ -52,7 +52,7 @@ class FakeVllm:
         """Bytes that replies have too many."""
         self.refuse_sleep = False
         self.skip_loads = False
-        """Say that weights were loaded, and keep the old ones."""
+        """Keep the old weights where new ones are to be loaded."""
         self.events: list[str] = []
         """Sleeps, wakes and loads, in their order."""
         self.most_at_once = 0
@@ -122,7 +122,7 @@ class FakeVllm:
 
     async def _pause(self, request: Request) -> Response:
         self.is_paused = True
-        while self.num_running and request.query_params["mode"] == "wait":
+        while self.hangs or (self.num_running and request.query_params["mode"] == "wait"):
             await asyncio.sleep(0.002)
         return JSONResponse({"status": "paused"})
 
@@ -174,12 +174,13 @@ class FakeVllm:
 
     def treegraft_load(self, path: str) -> dict[str, Any]:
         assert "weights" not in self.asleep, "there is no memory to load weights into"
-        folder = WeightsFolder(path)
+        weights = dict(read_folder(path))
         self.events.append("load")
         self.num_loads += 1
-        if not self.skip_loads:
-            self.model.load_state_dict(dict(folder))
-        return {"fingerprint": weights_fingerprint(dict(folder))}
+        if self.skip_loads:
+            return {"fingerprint": weights_fingerprint(self.model.state_dict())}
+        self.model.load_state_dict(weights)
+        return {"fingerprint": weights_fingerprint(weights)}
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

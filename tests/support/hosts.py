@@ -71,7 +71,6 @@ def own_gradient(
     model: Any,
     trees: Sequence[Tree],
     config: Config,
-    lessons: Sequence[Tree] = (),
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, float]]:
     """The gradient of one step of our learner, and its metrics.
@@ -97,7 +96,7 @@ def own_gradient(
         return 0.0
 
     learner.optimiser.step = step  # type: ignore[method-assign]
-    _, metrics = learner.learn(list(trees), list(lessons))
+    _, metrics = learner.learn(list(trees))
     return found, metrics
 
 

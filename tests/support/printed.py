@@ -106,9 +106,7 @@ class Commands:
     ) -> tuple[int, str]:
         process = self.context.Process(target=_work, args=(words, folder, out))
         process.start()
-        is_server = words[1] == "serve" or (
-            words[1] == "view" and not {"--text", "--bundle"} & {*words}
-        )
+        is_server = words[1] == "serve" or (words[1] == "view" and "--text" not in words)
         until = time.monotonic() + timeout_s
         while process.is_alive() and time.monotonic() < until:
             process.join(0.05)

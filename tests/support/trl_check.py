@@ -40,8 +40,6 @@ class Gap(NamedTuple):
     num_truncated: int
     num_weights: int
     """Different leaf weights."""
-    num_imitated: int
-    """Texts."""
     from_exact: float
     """‖g_TRL - g‖ / ‖g‖ for our learner's gradient in float32; of a float32 model `relative`."""
     own_from_exact: float
@@ -73,10 +71,10 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
             config = config.model_copy(
                 update={"loss": config.loss.model_copy(update={"old_logprobs": "engine"})}
             )
-        ours, metrics = own_gradient(self._first, trees, config, self._lessons, before)
+        ours, metrics = own_gradient(self._first, trees, config, before)
         exact = ours
         if self._exact is not None:
-            exact, _ = own_gradient(self._exact, trees, config, self._lessons, before)
+            exact, _ = own_gradient(self._exact, trees, config, before)
         theirs = {name: w.grad for name, w in plain.named_parameters() if w.grad is not None}
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         self.gaps.append(
@@ -87,7 +85,6 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
                 sum(leaf.status is Status.FAILED for leaf in leaves),
                 sum(leaf.status is Status.TRUNCATED for leaf in leaves),
                 len({leaf.weight for leaf in leaves}),
-                len(self._texts),
                 distance(*flat(theirs, exact)),
                 distance(*flat(ours, exact)),
             )

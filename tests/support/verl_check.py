@@ -53,7 +53,7 @@ def verl_config(given: Config, folder: Path, *more: str) -> Any:
     where = os.path.join(os.path.dirname(verl.__file__), "trainer/config")
     with warnings.catch_warnings(), initialize_config_dir(where, version_base=None):
         warnings.simplefilter("ignore")
-        return compose("ppo_trainer", overrides=[*arguments(path, (), "top_k"), *own, *more])
+        return compose("ppo_trainer", overrides=[*arguments(path, ()), *own, *more])
 
 
 # ---------------------------------------------------------------------- what stands in

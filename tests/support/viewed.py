@@ -35,13 +35,10 @@ from treegraft.core.types import (
     StopReason,
     Task,
     ToolCall,
-    Trace,
     Tree,
 )
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import pack_of, parts_in, write_trees
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 
@@ -115,9 +112,7 @@ def grown_tree(
 ) -> Tree:
     """Returns a tree of four leaves: a right one after a graft, a wrong one, a branch beside it, a
     truncated start."""
-    graft = GraftCause(
-        source="expert", task_id="t/9", reward=1.0, similarity=0.875, content_hash=expert_hash()
-    )
+    graft = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.875)
     branch = BranchCause(entropy_change=0.25, probability=0.625, rule="threshold")
     refused = BranchDecision(
         seen=BranchCause(entropy_change=-0.125, probability=0.475, rule="threshold", bar=0.5),
@@ -190,17 +185,6 @@ def plain_tree(update: int, task: str) -> Tree:
     )
 
 
-def expert_traces() -> list[Trace]:
-    """Returns what an expert did on another task: two steps."""
-    contents = (EXPERT_CALL, StepContent(answer="e3"))
-    return split_steps("t/9", "r2 of e2 ?", contents, reward=1.0, source="expert", trajectory="a")
-
-
-def expert_hash() -> str:
-    """Returns the name of the trace that is grafted."""
-    return str(expert_traces()[0].content_hash)
-
-
 def write_tokenizer(folder: Path) -> None:
     """Writes the tokenizer of `WORDS` where a checkpoint has it."""
     tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
@@ -255,9 +239,7 @@ def repeat_update(run: Path, num_updates: int) -> None:
         pack.write_bytes(b"".join(parts))
 
 
-def write_run(
-    path: Path, *, num_updates: int = 4, total: int = 10, with_buffer: bool = True, note: str = ""
-) -> Path:
+def write_run(path: Path, *, num_updates: int = 4, total: int = 10, note: str = "") -> Path:
     """Returns a run folder with so many of its updates done."""
     folder = RunFolder.create(
         path, json.dumps({"run": {"num_updates": total}, "tasks": {"num_eval": 40}})
@@ -268,12 +250,6 @@ def write_run(
             write_update(path, update, note=note)
     write_trees(folder.trees_path(2, "greedy"), [grown_tree(2, "held/1")])
     write_tokenizer(path / "checkpoints" / "best")
-    if with_buffer:
-        with TraceBuffer(path / "buffer" / "traces.sqlite", "hashing") as buffer:
-            buffer.add(expert_traces())
-        (path / "buffer.json").write_text(
-            json.dumps({"path": "buffer/traces.sqlite", "num_traces": 2})
-        )
     return path
 
 

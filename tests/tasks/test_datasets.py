@@ -3,19 +3,14 @@ hand."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.error_codes import raises_code
 
-from treegraft.assemble import Parts
-from treegraft.settings.load import load_config
 from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
@@ -123,7 +118,7 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         "[1, 2]",
         json.dumps(good[0]),
         json.dumps(good[0] | {"answer": "other"}),
-        json.dumps({"question": "\x0crac?", "answer": "1", "prompt": [{"text": "\x08oxed"}]}),
+        json.dumps({"question": "\x0crac?", "answer": "1"}),
         json.dumps({"answer": "1"}),
         "",
         json.dumps(good[1]),
@@ -145,8 +140,6 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
         "a.jsonl: 1 row without a question was left out",
         "a.jsonl: 1 row with a question and reference that occurred before was left out",
         "a.jsonl: 1 row with a question that occurred before but another reference was kept",
-        "a.jsonl: 1 row with control characters in the question was kept",
-        "a.jsonl: 1 row with control characters in the column 'prompt'",
         "a.jsonl: 1 row without a column that the settings name was left out",
     ):
         assert sentence in report
@@ -294,19 +287,6 @@ def test_a_data_set_has_no_expert(tmp_path: Path) -> None:
     assert source.warmup_tasks(3, 0) == () and source.tools() == ()
 
 
-def test_reading_needs_no_torch(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows(3))
-    code = (
-        "import sys\nfrom treegraft.settings.tasks import TasksSettings, DatasetSettings\nfrom"
-        " treegraft.tasks.build import build_tasks\nheavy = {'torch', 'datasets', 'pyarrow',"
-        " 'reasoning_gym', 'math_verify', 'sympy'}\nassert not heavy & set(sys.modules), heavy &"
-        " set(sys.modules)\nsettings = TasksSettings(kind='dataset', num_eval=1,"
-        f" dataset=DatasetSettings(train=[{path!r}]))\nassert len(build_tasks(settings,"
-        " 0).train_tasks()) == 2\nassert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 @needs_data
 def test_the_papers_training_questions() -> None:
     settings = DatasetSettings(
@@ -329,47 +309,6 @@ def test_the_papers_training_questions() -> None:
         "train_10k.parquet: 29 rows with a question and reference that occurred before were"
         " left out" in report
     )
-    kept = "valid.parquet: 180 rows with control characters in the column 'prompt' were kept"
-    assert kept in report
-
-
-@needs_data
-@pytest.mark.parametrize(
-    ("name", "num", "settings"),
-    [
-        ("aime24", 30, {"question_column": "problem"}),
-        ("aime25", 30, {"question_column": "problem"}),
-        ("math500", 500, {}),
-        ("gsm8k", 1319, {"reference_after": "####"}),
-        ("hotpotqa", 200, {}),
-        ("webwalker", 200, {}),
-        ("xbench", 100, {}),
-    ],
-)
-def test_the_benchmarks(name: str, num: int, settings: dict[str, str]) -> None:
-    source = DatasetSource(
-        DatasetSettings(eval=[str(DATA / "benchmarks" / f"{name}.jsonl")], **settings),
-        num_train=1,
-        num_eval=5000,
-    )
-    tasks = source.eval_tasks()
-    assert len(tasks) == num
-    assert all(
-        task.question.strip() and all(reference.strip() for reference in task.reference)
-        for task in tasks
-    )
-    with raises_code("train-files-unnamed"):
-        source.train_tasks()
-
-
-@needs_data
-def test_gsm8k_references_are_numbers() -> None:
-    settings = DatasetSettings(
-        eval=[str(DATA / "benchmarks" / "gsm8k.jsonl")], reference_after="####"
-    )
-    tasks = DatasetSource(settings, num_train=1, num_eval=50).eval_tasks()
-    assert tasks[0].reference == ("18",)
-    assert all(task.reference[0].replace(",", "").isdigit() for task in tasks)
 
 
 def test_columns_are_found_in_any_case_the_exact_name_first(tmp_path: Path) -> None:
@@ -396,24 +335,3 @@ def test_words_of_a_file_are_those_of_all_its_texts_without_tags(tmp_path: Path)
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps({"messages": chat, "reward": 1}) + "\nno JSON\n", encoding="utf-8")
     assert words_in(str(path)) == ["*", "7)", "assistant", "print(6", "so"]
-
-
-def test_a_tiny_model_knows_the_words_of_its_demonstrations(tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"question": "six times seven", "answer": "42"}] * 2)
-    call = {"thought": "now", "calls": [{"name": "python", "body": "print(6 * 7)"}]}
-    steps = [{**call, "observations": [{"text": "42"}]}, {"answer": "42"}]
-    row = {"question": "six times seven", "reward": 1.0, "steps": steps}
-    traces = write(tmp_path / "traces.jsonl", [row])
-
-    async def known(num_steps: int) -> set[str]:
-        tables = {
-            "model": {"path": "tiny"},
-            "tasks": {"kind": "dataset", "dataset": {"train": [rows], "eval": [rows]}},
-            "tools": {"use": ["python"]},
-            "warmup": {"num_steps": num_steps, "traces": traces},
-        }
-        async with Parts.build(load_config(tables), needs="prompts") as setup:
-            return set(setup.tokenizer.get_vocab())
-
-    assert {"six", "print(6", "7)", "now", "<python>"} <= asyncio.run(known(1))
-    assert not {"print(6", "now"} & asyncio.run(known(0))

@@ -172,24 +172,6 @@ def test_scorer_fills_the_leaves() -> None:
     assert [leaf.status for leaf in leaves] == [leaf.status for leaf in tree.leaves]
 
 
-def test_functions_get_trls_keywords() -> None:
-    seen: dict[str, Any] = {}
-
-    async def mine(**columns: Any) -> list[float]:
-        seen.update(columns)
-        return [0.5, 0.25]
-
-    tree = make_tree(path(SEARCH, answer="x"), path(answer="y"), level="hard")
-    leaves = score(tree, mine).leaves
-    assert [leaf.reward for leaf in leaves] == [0.5, 0.25]
-    assert seen["prompts"] == ["where?", "where?"]
-    assert seen["completions"] == ["t1 t2\nt1 t2", "t1 t2"]
-    assert seen["completion_ids"] == [[1, 2, 1, 2], [1, 2]]
-    assert seen["level"] == ["hard", "hard"]
-    assert seen["reference"] == [("New York City",)] * 2
-    assert [trajectory.leaf.answer for trajectory in seen["trajectories"]] == ["x", "y"]
-
-
 def test_a_function_without_kwargs_gets_what_it_names() -> None:
     def by_length(completions: list[str]) -> list[float]:
         return [float(len(text)) for text in completions]
@@ -270,7 +252,7 @@ def test_names_and_import_paths() -> None:
     ("settings", "code"),
     [
         ({"funcs": ["exact_mach"]}, "unknown-name"),
-        ({"funcs": ["treegraft.core.types:ROOT_ID"]}, "reward-no-function"),
+        ({"funcs": ["treegraft.core.types:ROOT_ID"]}, "reward-signature"),
         ({"funcs": ["treegraft.core.types:nothing_of_the_kind"]}, "import-name-missing"),
     ],
 )

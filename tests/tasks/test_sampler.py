@@ -6,25 +6,21 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.error_codes import raises_code
-from tests.support.tiny import differing, tiny
+from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
 from treegraft.extras.methods.dots import sampler as dots
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.runs.checkpoint import read_state
-from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.config import table_class
 from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import Epochs, build_sampler, draw_tasks
-from treegraft.train import train
 
 SHOWN: dict[str, Any] = {"kind": "difficulty"}
 REFERS: dict[str, Any] = {
@@ -91,39 +87,12 @@ def test_draws_without_replacement_have_the_chances() -> None:
     assert second[1] / second.total() == pytest.approx(2 / 3, abs=0.03)
 
 
-def test_chances_fall_with_the_distance_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates 0.4, 0.55 and 0.9 with target 0.6 and temperature 0.1: e^-2, e^-0.5 and e^-3."""
-    monkeypatch.setattr(dots, "TARGET", 0.6)
-    monkeypatch.setattr(dots, "DECAY", 1.0)
-    sampler = sampler_of("abc", temperature=0.1)
-    chances = np.exp([-2.0, -0.5, -3.0])
-    # So many rollouts that the prior is nothing beside them.
-    seen = {name: [rate * 1e9, 1e9, 1] for name, rate in zip("abc", (0.4, 0.55, 0.9), strict=True)}
-    sampler.restore({"seen": seen, "dealt": {}})
-    first = Counter(names(sampler.draw(n, 0, size=1)) for n in range(2, 3002))
-    expected = chances / chances.sum()
-    assert [first[name] / 3000 for name in "abc"] == pytest.approx(list(expected), abs=0.025)
-
-
 def test_own_rollouts_with_a_prior_by_hand() -> None:
     """m = 2 rollouts of the prior at the mean rate, 6 of 16."""
     sampler = sampler_of("abc")
     assert sampler.estimates(1) is None
     sampler.restore({"seen": {"a": [6.0, 8.0, 2], "b": [0.0, 8.0, 2]}, "dealt": {}})
     assert sampler.estimates(2) == pytest.approx([0.675, 0.075, 0.375])
-
-
-def test_what_was_seen_fades(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dots, "DECAY", 0.5)
-    sampler = sampler_of("ab")
-    sampler.take(1, [tree_of("a", [1.0] * 4)])
-    sampler.take(2, [tree_of("b", [0.0, 0.0])])
-    # At update 3, a's four rollouts count as one, b's two as one: the mean is 1/2.
-    assert sampler.estimates(3) == pytest.approx([2 / 3, 1 / 3])
-    sampler.take(3, [tree_of("a", [0.0, 0.0])])
-    assert sampler.state["seen"]["a"] == [1.0, 3.0, 3]
-    # After a thousand more updates nothing is left of it.
-    assert sampler.estimates(1003) is None
 
 
 def test_the_success_of_a_task_is_that_of_its_unaided_rollouts() -> None:
@@ -171,15 +140,6 @@ def test_the_nearest_to_the_target_are_dealt(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-def test_draws_are_functions_of_seed_and_update() -> None:
-    letters = "abcdefghijklmnop"
-    one, two = sampler_of(letters), sampler_of(letters)
-    assert names(one.draw(3, 0, size=16)) == names(two.draw(3, 99, size=16)) != letters
-    assert names(one.draw(4, 0, size=16)) != names(two.draw(3, 0, size=16))
-    other = Difficulty(tasks_of(letters), 1, SamplerSettings(**SHOWN))
-    assert names(other.draw(3, 0, size=16)) != names(two.draw(3, 0, size=16))
-
-
 def test_a_reference_set_serves_some_updates() -> None:
     sampler = sampler_of("abcdefgh", **REFERS)
     asked = [names(sampler.references(number)) for number in range(1, 60)]
@@ -199,14 +159,6 @@ def test_a_reference_set_serves_some_updates() -> None:
     sampler.label(3, [tree_of("a", [1.0, 1.0, 1.0, 0.0])])
     assert sampler.state["seen"] == {"a": [3.0, 4.0, 3]}
     assert sampler.take_metrics()["sampler/reference_rate"] == 0.75
-
-
-def test_a_small_set_is_dealt_again_before_the_next_reference_set() -> None:
-    sampler = sampler_of("abc", **REFERS)
-    first = sampler.draw(1, 0, size=2)
-    sampler.take(1, [tree_of(task.id, [1.0, 0.0]) for task in first])
-    second = names(sampler.draw(2, 2, size=2))
-    assert second[0] not in names(first) and second[1] in names(first)
 
 
 @pytest.mark.parametrize("settings", [SHOWN, {**SHOWN, "encoder": "hashing"}, REFERS])
@@ -356,37 +308,3 @@ def test_references_count_as_rollouts_and_in_no_mean() -> None:
     alone, both = rollout_metrics([learned]), rollout_metrics([learned], [reference])
     assert both["rollout/num_trajectories"] == 5
     assert {key for key in alone if alone[key] != both[key]} == {"rollout/num_trajectories"}
-
-
-def test_law_6_a_run_by_difficulty_resumes_between_two_reference_sets(tmp_path: Path) -> None:
-    """Rounds, replay and references together."""
-    settings = tiny(
-        run={"num_updates": 3, "dir": str(tmp_path)},
-        sampler={**REFERS, "num_references": 2},
-        replay={"fresh_frac": 0.5},
-        loss={"engine_ratio_cap": 1e9},
-        rollout={"max_rounds": 2},
-        eval={"every": 0, "at_start": False, "at_end": False},
-    )
-    whole = train(settings, recipe="whole", display=False)
-    lines = read_metrics(whole.run_dir)[1:]
-    assert [line.get("sampler/num_references") for line in lines] == [2.0, None, 2.0]
-    dealt: list[str] = []
-    for line in lines:
-        trees = read_trees(whole.run_dir / "trees" / f"update-{line['update']:06d}.jsonl")
-        prefix = f"{line['update']}/reference/"
-        references = [tree for tree in trees if tree.group_id.startswith(prefix)]
-        others = [tree for tree in trees if not tree.group_id.startswith(prefix)]
-        assert len(references) == line.get("sampler/num_references", 0)
-        # Nothing is learned from them.
-        assert not any(step.old_logprobs is not None for tree in references for step in tree.steps)
-        calls = sum(tree.budget.num_tool_calls for tree in trees)
-        assert line["rollout/num_tool_calls"] == calls
-        dealt += [tree.task.id for tree in others]
-    state = read_state(whole.checkpoint_dir).sampler
-    assert state is not None and set(state["dealt"]) == set(dealt)
-    half = train(
-        settings | {"run": {**settings["run"], "num_updates": 1}}, recipe="half", display=False
-    )
-    on = train(settings, resume=half.run_dir, display=False)
-    assert differing(whole.run_dir, on.run_dir) == []

@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,8 +20,7 @@ from treegraft.core.errors import ToolError
 from treegraft.core.types import StepContent, Task
 from treegraft.settings.tasks import SearchWorldSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.scoring import exact_match, is_mathematical
-from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
+from treegraft.tasks.search_words import NAMES, RELATIONS, English
 from treegraft.tasks.search_world import SearchWorld, World
 
 
@@ -257,24 +255,6 @@ def test_shares_of_detours_and_errors() -> None:
     assert 0.15 * 48 / 63 - 0.04 < answers["any"] / 1440 < 0.15 + 0.04
 
 
-@pytest.mark.parametrize("words", [False, True])
-def test_every_trace_of_an_imperfect_expert_replays_through_the_tool(words: bool) -> None:
-    source = make_source(hops=[2, 4], words=words, detour_prob=0.7, error_prob=0.5)
-    (tool,) = source.tools()
-    for task in source.train_tasks()[:10]:
-        for seed in range(5):
-            for step in source.expert(task, seed)[:-1]:
-                assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
-
-
-def test_an_imperfect_trace_is_a_function_of_task_and_seed() -> None:
-    source, again = (make_source(hops=[5], detour_prob=0.5, error_prob=0.5) for _ in range(2))
-    tasks = source.train_tasks()[:4]
-    assert [source.expert(task, 3) for task in tasks] == [again.expert(task, 3) for task in tasks]
-    # 16 samples of a task differ, but for a rare pair without any fault.
-    assert all(len({source.expert(task, seed) for seed in range(16)}) >= 14 for task in tasks)
-
-
 def test_only_training_questions_are_solved_with_faults() -> None:
     perfect, source = make_source(), make_source(detour_prob=0.9, error_prob=1.0)
     for task in (*source.eval_tasks(), *source.warmup_tasks(20, 0)):
@@ -292,24 +272,6 @@ def test_an_expert_of_short_questions_stops_too_early_at_longer_ones() -> None:
     assert answer.answer == search.observations[0].text.split()[-1] != long.reference[0]
     held_out = source.eval_tasks()[1]
     assert len(source.expert(held_out, 0)) == 4
-
-
-@pytest.mark.parametrize("words", [False, True])
-def test_without_faults_the_seed_changes_nothing(words: bool) -> None:
-    source = make_source(words=words)
-    for task in source.train_tasks()[:9]:
-        steps = source.expert(task, 0)
-        assert all(source.expert(task, seed) == steps for seed in range(1, 5))
-        assert [step.answer for step in steps] == [None] * task.columns["hops"] + [
-            task.reference[0]
-        ]
-
-
-def test_an_early_answer_after_a_detour_is_what_the_detour_found() -> None:
-    source = make_source(hops=[3], detour_prob=0.9)
-    for task in source.train_tasks()[:5]:
-        steps = source.expert(task, 0)
-        assert source.early_answer(task, steps[:1]) == steps[0].observations[0].text.split()[-1]
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -332,30 +294,6 @@ def test_words_say_the_same_world() -> None:
         assert (spoken.id, spoken.category) == (plain.id, plain.category)
         parts = to_words(plain.question).removesuffix(" ?").split(" of ")
         assert spoken.question == "Who is the " + " of the ".join(parts[:-1]) + f" of {parts[-1]}?"
-
-
-def test_an_expert_in_words() -> None:
-    source = make_source(hops=[2], words=True)
-    task = Task(id="mine", question="Who is the teacher of the neighbour of Mira?", reference=())
-    first, second, last = source.expert(task, 0)
-    friend = first.observations[0].text.removeprefix("The neighbour of Mira is ").removesuffix(".")
-    assert friend in NAMES
-    assert (first.thought, first.calls[0].body) == (
-        "I need the neighbour of Mira first.",
-        "neighbour of Mira",
-    )
-    assert (second.thought, second.calls[0].body) == (
-        f"I need the teacher of {friend} now.",
-        f"teacher of {friend}",
-    )
-    assert second.observations[0].text == f"The teacher of {friend} is {last.answer}."
-    assert last == StepContent(thought="That answers the question.", answer=last.answer)
-    assert last.answer in NAMES
-    assert source.early_answer(task, (first,)) == friend
-    assert source.early_answer(task, (first, second)) == last.answer
-    assert source.vocabulary() == ()
-    silent = make_source(hops=[2], words=True, thoughts=False).expert(task, 0)
-    assert silent == tuple(replace(step, thought="") for step in (first, second, last))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5))
@@ -398,19 +336,6 @@ def test_questions_and_queries_are_read_back(
     assert english.read_fact(english.fact(name, relations[0], NAMES[7])) == NAMES[7]
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_a_query_or_a_tool_error(text: str) -> None:
-    for spoken in (English(NAMES, RELATIONS), Symbols(("e0", "e1"), ("r0", "r1"))):
-        assert spoken.read_question(text) is None or " of " in " ".join(text.split()).casefold()
-        assert spoken.read_fact(text) is None or " is " in text
-        try:
-            entity, relation = spoken.read_query(text)
-        except ToolError as error:
-            assert 0 < len(str(error)) < 400
-        else:
-            assert entity in spoken.entities and relation in spoken.relations
-
-
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
@@ -432,15 +357,6 @@ def test_what_the_tool_does_not_know_it_explains(body: str, parts: list[str]) ->
     with pytest.raises(ToolError) as caught:
         asyncio.run(tool(body, source.train_tasks()[0]))
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-def test_the_words_are_told_apart() -> None:
-    words = [*NAMES, *RELATIONS]
-    assert len({word.casefold() for word in words}) == len(words)
-    assert len(NAMES) >= 64 and len(RELATIONS) >= 8
-    assert all(name.isalpha() and name.isascii() and not is_mathematical(name) for name in NAMES)
-    for name in NAMES:
-        assert [other for other in NAMES if exact_match(other, name)] == [name]
 
 
 @pytest.mark.parametrize(("name", "num"), [("num_entities", 97), ("num_relations", 17)])

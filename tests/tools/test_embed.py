@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 
@@ -228,13 +228,3 @@ def test_minilm_agrees_with_the_library_itself(minilm: SentenceEncoder) -> None:
 
 def test_text_that_exists_in_no_encoding_is_embedded(minilm: SentenceEncoder) -> None:
     assert np.isfinite(minilm.encode(["a \ud800 b", "", "\x00"])).all()
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=6))
-def test_repeats_and_cached_texts_keep_their_places(
-    minilm: SentenceEncoder, numbers: list[int]
-) -> None:
-    vectors = minilm.encode([f"number {number}" for number in numbers])
-    for number, vector in zip(numbers, vectors, strict=True):
-        assert (minilm.encode([f"number {number}"])[0] == vector).all()

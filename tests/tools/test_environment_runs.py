@@ -4,7 +4,6 @@ before it begins."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -194,59 +193,6 @@ def test_what_cannot_be_done_is_refused_before_the_run(
     with raises_code(code):
         run(tmp_path, "refused", **changes)
     assert not (tmp_path / "refused").exists() and KeyDoor.live == []
-
-
-def test_rows_of_a_file_begin_environments(tmp_path: Path) -> None:
-    """Two rows with different keys: taking e1 is right in one of them, and no reference is
-    needed."""
-    rows = [{"question": "e1 e2 ?", "key": "e1"}, {"question": "e2 e1 ?", "key": "e2"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = {
-        "train": [str(tmp_path / "rows.jsonl")],
-        "eval": [str(tmp_path / "rows.jsonl")],
-        "reference_column": "",
-    }
-    changes = {
-        "tasks": {"kind": "dataset", "num_train": 2, "num_eval": 2, "dataset": dataset},
-        "environment": {"kind": "tests.support.worlds:KeyDoor"},
-        "engine": {"kind": "tests.tools.test_environment_runs:make_taker"},
-        "explore": {"num_leaves": 2},
-    }
-    trees = read_trees(run(tmp_path, "rows", **changes, model={"path": str(word_model(tmp_path))}))
-    found = {tree.task.columns["key"]: [leaf.reward for leaf in tree.leaves] for tree in trees}
-    assert found == {"e1": [0.5, 0.5], "e2": [0.0, 0.0]}
-    assert not any(tree.task.reference or leaf.is_correct for tree in trees for leaf in tree.leaves)
-    assert KeyDoor.live == []
-
-
-def word_model(folder: Path) -> Path:
-    """A tiny model whose tokenizer knows the words of the rows."""
-    import transformers
-
-    from treegraft.policy.tiny import build_word_tokenizer
-
-    tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter") for slash in ("", "/")]
-    tokenizer = build_word_tokenizer(["e1", "e2", "?", "e5", *tags])
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 16,
-    }
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=96, **shape, **ends
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder / "model"
-
-
-def make_taker(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
-    """Takes e1, unlocks, and answers."""
-    plan = ["<take> e1 </take>", "<unlock> e5 </unlock>", "<answer> \\boxed{ e1 } </answer>"]
-    return ScriptedEngine(lambda path: plan[path.count("</result>")], tokenizer)
 
 
 def test_grafts_need_an_environment_that_can_be_tried() -> None:

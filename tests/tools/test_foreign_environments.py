@@ -4,7 +4,6 @@ Python, neither with a parent of ours."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,14 @@ from tests.support.tiny import tiny
 
 from treegraft.assemble import Parts
 from treegraft.cli.doctor import examine
-from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import ToolError
 from treegraft.core.finding import Finding
 from treegraft.core.text import as_text
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import Demonstrations
-from treegraft.policy.tiny import build_word_tokenizer
-from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
@@ -49,7 +44,7 @@ class Corridor:
         self.place, self.clock, self.length = 0, 0, length
         return self._seen(), {"length": length}
 
-    def step(self, action):  # type: ignore[no-untyped-def]
+    def step(self, action: int):  # type: ignore[no-untyped-def]
         """Goes one field: 1 to the right, -1 to the left.
 
         Any other number stays.
@@ -60,9 +55,6 @@ class Corridor:
         reward = 1.0 if is_there else -1.0 if is_lost else -0.1
         return self._seen(), reward, is_there or is_lost, self.clock == 6, {"place": self.place}
 
-    def render(self):  # type: ignore[no-untyped-def]
-        return "." * self.place
-
     def _seen(self) -> str:
         return f"field {self.place}"
 
@@ -70,8 +62,6 @@ class Corridor:
 class Files:
     """A stateful interface of plain Python: methods in camelCase, results that are no text, an end
     that an attribute tells."""
-
-    tools = ("listFiles", "write=writeFile", "read=readFile", "submit")
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -97,9 +87,6 @@ class Files:
         """Hands the files in."""
         self.done = True
         return "received"
-
-    def helper(self):  # type: ignore[no-untyped-def]
-        return 1 / 0
 
     def get_reward(self) -> float:
         return float(self.done) + float(self.wanted in self.files)
@@ -134,12 +121,12 @@ def play(
 def test_a_step_of_gymnasium_is_an_observation_a_reward_and_an_end() -> None:
     """Two steps cost 0.1 each, the third arrives: 1 - 0.2."""
     right = ("step", "1")
-    told, reward = play(Corridor, right, ("step", '{"action": 1}'), right, right, tools=["step"])
+    told, reward = play(Corridor, right, ("step", '{"action": 1}'), right, right)
     assert told == ["field 0", "field 1", "field 2", f"field 3\n[{OVER}]", f"error: {OVER}"]
     assert reward == pytest.approx(0.8)
-    told, reward = play(Corridor, *[("step", "0")] * 6, tools=["step"])
+    told, reward = play(Corridor, *[("step", "0")] * 6)
     assert told[-1] == f"field 0\n[{OVER}]" and reward == pytest.approx(-0.6)
-    assert play(Corridor, tools=["step"])[1] == 0.0
+    assert play(Corridor)[1] == 0.0
 
 
 def test_other_forms_of_a_step() -> None:
@@ -177,12 +164,12 @@ def test_other_forms_of_a_step() -> None:
 
 
 def test_an_object_that_says_done_is_over() -> None:
-    write = ("write", '{"name": "a"}')
-    told, reward = play(Files, ("list_files", ""), write, ("submit", ""), ("read", "a"))
+    write = ("write_file", '{"name": "a"}')
+    told, reward = play(Files, ("list_files", ""), write, ("submit", ""), ("read_file", "a"))
     assert told == ['{"wanted": ["a"]}', "[]", "", f"received\n[{OVER}]", f"error: {OVER}"]
     assert reward == 2.0
     sizes = ("list_files", '{"showSizes": true}')
-    assert play(Files, write, sizes, ("read", "a"))[0][2:] == ['{"a": 0}', ""]
+    assert play(Files, write, sizes, ("read_file", "a"))[0][2:] == ['{"a": 0}', ""]
 
 
 def test_an_episode_that_ends_in_an_error_is_over() -> None:
@@ -192,13 +179,13 @@ def test_an_episode_that_ends_in_an_error_is_over() -> None:
             self.done = True
             raise OSError("shut")
 
-    told, reward = play(Slammed, ("submit", ""), ("write", '{"name": "a"}'))
+    told, reward = play(Slammed, ("submit", ""), ("write_file", '{"name": "a"}'))
     assert told[1:] == ["error: shut", f"error: {OVER}"] and reward == 1.0
 
 
 def test_a_copy_goes_on_with_rewards_and_end() -> None:
     async def work() -> list[Any]:
-        live = kind_of(Corridor, tools=["step"], capability="fork").make()
+        live = kind_of(Corridor, capability="fork").make()
         await live.reset(TASK)
         await live.call("step", "1", TASK)
         copy = await live.fork()
@@ -215,13 +202,6 @@ def test_a_copy_goes_on_with_rewards_and_end() -> None:
     assert asyncio.run(work()) == pytest.approx([-0.1, 0.8, 0.8])
 
 
-def test_tools_are_chosen_and_renamed_by_the_class_or_the_recipe() -> None:
-    assert list(kind_of(Files).methods) == ["list_files", "write", "read", "submit"]
-    assert list(kind_of(Files, tools=["put=writeFile"]).methods) == ["put"]
-    assert kind_of(Corridor, tools=["go=step"]).tools[0].description.startswith("Goes one field")
-    assert kind_of(Corridor, tools=["step"]).has_reward
-
-
 class Broken:
     def reset(self, level: int) -> None: ...
 
@@ -236,26 +216,39 @@ class Broken:
     def _private(self) -> None: ...
 
 
+class Alone(Broken):
+    move_to = None
+
+
+class Bare(Broken):
+    moveTo = None
+
+    def look(self, place):  # type: ignore[no-untyped-def]
+        """Looks."""
+
+
+class Mute(Alone):
+    def look(self) -> str:
+        return "w"
+
+
 @pytest.mark.parametrize(
-    ("made", "tools", "code"),
+    ("made", "code"),
     [
-        (Corridor, [], "parameter-without-annotation"),
-        (Corridor, ["render"], "tool-without-docstring"),
-        (Corridor, ["stop"], "environment-tool-unknown"),
-        (Corridor, ["reset"], "environment-tool-unknown"),
-        (Broken, [], "tools-same-name"),
+        (Broken, "tools-same-name"),
+        (Bare, "parameter-without-annotation"),
+        (Mute, "tool-without-docstring"),
     ],
-)  # fmt: skip
-def test_what_makes_no_tools_is_named_with_its_class(
-    made: type, tools: list[str], code: str
-) -> None:
+)
+def test_what_makes_no_tools_is_named_with_its_class(made: type, code: str) -> None:
     with raises_code(code):
-        kind_of(made, tools=tools)
+        kind_of(made)
+    assert [tool.name for tool in kind_of(Alone).tools] == ["move_to"]
 
 
 def test_a_reset_that_asks_for_another_column_says_which() -> None:
     with raises_code("environment-column-missing"):
-        play(Broken, tools=["moveTo"])
+        play(Alone)
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -340,7 +333,7 @@ def walk(folder: Path, name: str, explorers: list[str], **tables: Any) -> Path:
     base = tiny(
         run={"dir": str(folder), "name": name},
         tasks={"kind": f"{HERE}:Walks", "num_train": 6, "num_eval": 3},
-        environment={"kind": f"{HERE}:Corridor", "tools": ["step"]},
+        environment={"kind": f"{HERE}:Corridor"},
         engine={"kind": f"{HERE}:make_walker"},
         explore={
             "explorers": explorers,
@@ -515,122 +508,16 @@ HERE = "tests.tools.test_foreign_environments"
 def test_what_would_fail_later_is_named_before_the_run(
     tmp_path: Path, changes: dict[str, Any], code: str
 ) -> None:
-    changes["environment"] = {"tools": ["step"], **changes.get("environment", {})}
-    changes["environment"].setdefault("kind", f"{HERE}:Corridor")
+    changes["environment"] = {"kind": f"{HERE}:Corridor", **changes.get("environment", {})}
     with raises_code(code):
         walk(tmp_path, "refused", [changes.pop("explorers", "independent")], **changes)
     assert not (tmp_path / "refused").exists()
 
 
-# ---------------------------------------------------------------------- the stateful interface
-
-
-class Filing(Walks):
-    """Asks for a file; the expert writes it, and hands it in."""
-
-    def _tasks(self, name: str, num: int) -> list[Task]:
-        return [
-            Task(id=f"{name}/{n}", question="file ?", reference=(), columns={"wanted": "ab"[n % 2]})
-            for n in range(num)
-        ]
-
-    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-        name = task.columns["wanted"]
-        calls = [ToolCall("write", f'{{"name": "{name}" }}'), ToolCall("list_files", "")]
-        steps = [StepContent(calls=(call,)) for call in (*calls, ToolCall("submit", ""))]
-        return (*steps, StepContent(answer="done"))
-
-    def vocabulary(self) -> Sequence[str]:
-        words = '{"wanted": ["a"]} ["b"]} ["a"] ["b"] [] {"name": "a" "b" received file ? done'
-        return [*words.split(), '["a",', '"b"]', '["a"]', "["]
-
-
-def make_clerk(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
-    """Agents that list the files, write "a", list them again, and hand them in."""
-    write = '<write> {"name": "a" } </write>'
-    plan = ["<list_files> </list_files>", write, "<list_files> </list_files>", "<submit> </submit>"]
-
-    def agent(path: str) -> str:
-        num = path.count("</result>")
-        is_over = "over;" in path.rpartition("<result>")[2]
-        return "<answer> \\boxed{ done } </answer>" if is_over or num > 3 else plan[num]
-
-    return ScriptedEngine(agent, tokenizer, entropy=lambda path: float(path.count("</result>")))
-
-
-def files_outside(path: Any) -> tuple[list[str], float]:
-    """A trajectory's calls made anew on a plain object."""
-    world, told = Files(), []
-    world.reset(**path.task.columns)
-    for call in (call for content in path.contents for call in content.calls):
-        if world.done:
-            told.append(OVER)
-        elif call.name == "write":
-            world.writeFile(**json.loads(call.body))
-            told.append("")
-        elif call.name == "list_files":
-            told.append(json.dumps(world.listFiles()))
-        else:
-            told.append(f"{world.submit()}\n[{OVER}]")
-    return told, world.get_reward()
-
-
-@pytest.mark.parametrize(
-    ("explorer", "capability"),
-    [("independent", "fork"), ("entropy", "fork"), ("entropy", "replay"), ("graft", "replay")],
-)
-def test_a_stateful_interface_in_whole_runs(tmp_path: Path, explorer: str, capability: str) -> None:
-    folder = walk(
-        tmp_path,
-        explorer,
-        [explorer],
-        tasks={"kind": f"{HERE}:Filing"},
-        environment={"kind": f"{HERE}:Files", "tools": [], "capability": capability},
-        engine={"kind": f"{HERE}:make_clerk"},
-    )
-    num = 0
-    for tree in read_trees(folder):
-        for path in tree.trajectories():
-            told, reward = files_outside(path)
-            assert [one.text for step in path.contents for one in step.observations] == told
-            assert path.reward == reward
-            num += len(told)
-    assert num > 30
-    key = {"independent": "rollout/num_tool_calls", "entropy": "branch/num_branches"}
-    assert read_metrics(folder)[-1][key.get(explorer, "graft/num_grafts")] > 0
-
-
-def test_the_expert_is_asked_once_for_each_task() -> None:
-    asked = []
-
-    class Asked(Walks):
-        def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-            asked.append(task.id)
-            return super().expert(task, seed)
-
-    async def show(demonstrations: Sequence[Demonstration]) -> list[Demonstration]:
-        return [(task.asking("shown"), steps) for task, steps in demonstrations]
-
-    tools = kind_of(Corridor, tools=["step"]).tools
-    words = build_word_tokenizer(["go", "done", "1", "<step>", "</step>"])
-    form = TagsFormat(words, tools, require_think=False)
-    source, settings = Asked(seed=0, num_train=1, num_eval=1), WarmupSettings(batch_size=4)
-    for given in (show, None):
-        asked.clear()
-        shown = Demonstrations(source, form, settings, 0, given)
-        asked.clear()
-        for step in range(3):
-            asyncio.run(shown.prepare(step))
-            questions = {tree.task.question for tree in shown.batch(step)}
-            assert questions == {"shown" if given else "go ?"}
-        # Without an environment the check of the first task has asked for it already.
-        assert asked == [f"warmup/{n}" for n in range(0 if given else 1, 4)]
-
-
 def test_doctor_tries_the_environment(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(
         f'[tasks]\nkind = "{HERE}:Walks"\n[model]\npath = "tiny"\n[explore]\n'
-        f'explorers = ["entropy"]\n[environment]\nkind = "{HERE}:Corridor"\ntools = ["go=step"]\n'
+        f'explorers = ["entropy"]\n[environment]\nkind = "{HERE}:Corridor"\n'
         'capability = "replay"\n',
         encoding="utf-8",
     )
@@ -639,9 +526,9 @@ def test_doctor_tries_the_environment(tmp_path: Path) -> None:
         config = load_config(tmp_path / "recipe.toml", overrides)
         return {one.name: one for one in examine(config).sections["environment"]}
 
-    told = found("environment.tools=['step']")
+    told = found()
     assert [one.value for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
-    told = found(f"tasks.kind={HERE}:Late", "environment.tools=['step']")
+    told = found(f"tasks.kind={HERE}:Late")
     assert "call 2 of 2, step '1', gave 'the episode is over" in told["environment"].note
-    told = found(f"environment.kind={HERE}:Fallen", "environment.tools=['step']")
+    told = found(f"environment.kind={HERE}:Fallen")
     assert not told["environment"].is_good and "no world today" in told["environment"].note

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.examples import at_most
 
-from treegraft.core.types import Trace
-from treegraft.tools.search.nearest import search_exactly, search_rows
-from treegraft.traces.buffer import TraceBuffer
+from treegraft.tools.search.nearest import search_exactly
 
 DIM, NUM, NUM_CLUSTERS = 16, 8_000, 300
 Vectors = npt.NDArray[np.float32]
@@ -63,54 +57,10 @@ def test_exact_search_agrees_with_sorting(num: int, k: int, num_queries: int, se
 def test_what_is_found_does_not_depend_on_the_company(vectors: Vectors) -> None:
     queries, base = vectors[NUM : NUM + 100], np.arange(NUM) % 3 > 0
     for k in (1, 7):
-        together = search_rows(vectors[:NUM], queries, base, [base] * 100, k)
+        together = search_exactly(vectors[:NUM], queries, [base] * 100, k)
         for query, (places, similarities) in zip(queries[:20], together, strict=False):
-            alone = search_rows(vectors[:NUM], query[None], base, [base], k)[0]
+            alone = search_exactly(vectors[:NUM], query[None], [base], k)[0]
             assert (alone[0] == places).all() and (alone[1] == similarities).all()
 
 
-def test_few_eligible_rows_are_searched_by_themselves(vectors: Vectors) -> None:
-    base = np.arange(NUM) % 1000 == 7
-    queries = vectors[NUM : NUM + 20]
-    whole = search_exactly(vectors[:NUM], queries, [base] * 20, 3)
-    found = search_rows(vectors[:NUM], queries, base, [base] * 20, 3)
-    for one, other in zip(whole, found, strict=True):
-        assert (one[0] == other[0]).all() and (one[1] == other[1]).all()
-
-
 # ---------------------------------------------------------------------- in a buffer
-
-
-class Numbered:
-    """The vector of "n" is row n."""
-
-    name, dim = "numbered", DIM
-
-    def __init__(self, vectors: Vectors) -> None:
-        self.vectors = vectors
-
-    def encode(self, texts: Sequence[str]) -> Vectors:
-        return np.stack([self.vectors[int(text) if text.isdigit() else -1] for text in texts])
-
-
-def traces(numbers: range) -> list[Trace]:
-    return [
-        Trace(str(number), "v", 1.0, "expert", f"task {number // 4}", number % 4, number % 4 == 3)
-        for number in numbers
-    ]
-
-
-def test_searches_go_on_while_traces_are_added(vectors: Vectors, tmp_path: Path) -> None:
-    start, step, num = 4_000, 500, 7_000
-    with (
-        TraceBuffer(tmp_path / "b", Numbered(vectors)) as buffer,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        buffer.add(traces(range(start)))
-        under_way = []
-        for first in range(start, num, step):
-            keys = [str(number) for number in range(first - 40, first) if number % 4 != 3]
-            under_way += [(keys, threads.submit(buffer.search, keys)) for _ in range(3)]
-            buffer.add(traces(range(first, first + step)))
-        for keys, found in under_way:
-            assert [one[0][0].key for one in found.result()] == keys

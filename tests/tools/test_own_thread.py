@@ -1,9 +1,8 @@
-"""Blocking calls in threads of their own, which wait for the next call when theirs has ended."""
+"""Blocking calls, each in a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 
 import pytest
@@ -13,41 +12,6 @@ from treegraft.tools.own_thread import run_in_thread
 
 def name_and_thread(name: str = "") -> tuple[str, int]:
     return name, threading.get_ident()
-
-
-def test_calls_one_after_another_share_a_thread() -> None:
-    async def story() -> list[int]:
-        found = []
-        for _ in range(5):
-            _, thread = await run_in_thread(name_and_thread)
-            found.append(thread)
-            # It waits for the next call a moment after it has answered.
-            await asyncio.sleep(0.05)
-        return found
-
-    threads = asyncio.run(story())
-    assert len(set(threads)) < 5 and threading.get_ident() not in threads
-
-
-def test_a_call_that_hangs_holds_up_no_other() -> None:
-    release = threading.Event()
-
-    def hang() -> int:
-        release.wait(30.0)
-        return threading.get_ident()
-
-    async def story() -> tuple[int, set[int]]:
-        hanging = asyncio.ensure_future(run_in_thread(hang))
-        await asyncio.sleep(0.05)
-        calls = (run_in_thread(lambda name=str(n): name_and_thread(name)) for n in range(20))
-        found = await asyncio.gather(*calls)
-        assert [name for name, _ in found] == [str(n) for n in range(20)]
-        assert not hanging.done()
-        release.set()
-        return await hanging, {thread for _, thread in found}
-
-    own, others = asyncio.run(story())
-    assert own not in others
 
 
 def test_a_failure_is_its_callers_and_ends_no_thread() -> None:
@@ -61,19 +25,3 @@ def test_a_failure_is_its_callers_and_ends_no_thread() -> None:
             assert (await run_in_thread(name_and_thread))[0] == ""
 
     asyncio.run(story())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_process_starts_threads_of_its_own() -> None:
-    async def story() -> str:
-        return (await asyncio.wait_for(run_in_thread(name_and_thread), 10.0))[0]
-
-    asyncio.run(story())
-    child = os.fork()
-    if not child:
-        try:
-            os._exit(0 if asyncio.run(story()) == "" else 1)
-        except BaseException:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -15,7 +15,6 @@ from tests.support.error_codes import raises_code
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.load import load_config
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools import toolbox
 from treegraft.tools.function import FunctionTool
@@ -131,20 +130,6 @@ def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(wait >= least for wait, least in zip(waits, (0.05, 0.1, 0.2), strict=True))
 
 
-def test_the_rate_of_a_remote_tool_is_limited_and_a_local_one_is_not() -> None:
-    async def run(tool: Service) -> float:
-        box = box_of(tool, max_calls_per_s=20.0, cache=False)
-        await asyncio.gather(*(box.call(ToolCall("service", str(n)), TASK) for n in range(7)))
-        await box.close()
-        return max(tool.times) - min(tool.times)
-
-    # Seven starts are six intervals of 1/20 s.
-    assert asyncio.run(run(Service(echo))) >= 0.29
-    local = Service(echo, is_remote=False)
-    asyncio.run(run(local))
-    assert local.num_runs == 7
-
-
 def test_results_outlive_the_run_and_errors_do_not(tmp_path: Path) -> None:
     async def fail_on_odd(run: int, body: str) -> str:
         if body == "bad":
@@ -189,25 +174,11 @@ def test_a_damaged_result_is_computed_again(text: str | None, tmp_path: Path) ->
     assert [tool.num_runs for tool in tools] == [1, 0]
 
 
-def test_a_replay_answers_from_the_file_alone(tmp_path: Path) -> None:
-    path = str(tmp_path / "cache.sqlite")
-    ask(Service(echo), "a", cache_path=path)
-    tool = Service(echo)
-    assert ask(tool, "a", cache_path=path, replay=True)[0] == [Observation(text="a!")]
-    with raises_code("replay-lacks-result", match="holds no result of this call of 'service'"):
-        ask(tool, "b", cache_path=path, replay=True)
-    assert tool.num_runs == 0
-
-
 def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(b"no database, but long enough to be looked at" * 99)
     with raises_code("cache-not-opened"):
         box_of(Service(echo), cache_path=str(damaged))
-    with raises_code("cache-missing"):
-        box_of(Service(echo), cache_path=str(tmp_path / "none.sqlite"), replay=True)
-    with raises_code("settings-contradict", "tools.replay"):
-        load_config("recipes/demo.toml", ["tools.replay=true"])
 
 
 def test_functions_say_that_they_are_remote() -> None:
@@ -221,50 +192,3 @@ def test_functions_say_that_they_are_remote() -> None:
 
 
 # Faults
-
-
-async def _misbehave(run: int, body: str) -> Any:
-    kind = body.split()[0]
-    if kind == "hang":
-        await asyncio.sleep(60)
-    if kind == "slow":
-        await asyncio.sleep(0.2)
-    if kind == "crash":
-        raise RuntimeError("crash")
-    if kind == "down":
-        raise ToolUnavailable("down")
-    if kind == "garbage":
-        return b"\xff\xfe\x00garbage"
-    return "x" * 10**8 if kind == "flood" else "fine"
-
-
-def test_faults_of_every_kind_at_once() -> None:
-    kinds = ("hang", "slow", "crash", "down", "garbage", "flood", "fine")
-    calls = [ToolCall("service", f"{kind} {n}") for n in range(2) for kind in kinds]
-
-    async def run() -> tuple[list[Any], float, dict[str, float]]:
-        box = Toolbox(
-            [Service(_misbehave)],
-            ToolsSettings(deadline_s=8.0, max_output_chars=100, cache=True, max_concurrent=64),
-        )
-        started = time.monotonic()
-        answers = await asyncio.gather(
-            *(box.call(call, TASK) for call in calls), return_exceptions=True
-        )
-        took, metrics = time.monotonic() - started, box.take_metrics()
-        await box.close()
-        return answers, took, metrics
-
-    answers, took, metrics = asyncio.run(run())
-    by_kind = {kind: answers[position :: len(kinds)] for position, kind in enumerate(kinds)}
-    assert {answer.text for answer in by_kind["hang"]} == {"the call timed out after 8 s"}
-    assert {answer.text for answer in by_kind["crash"]} == {"RuntimeError: crash"}
-    assert all(isinstance(answer, ToolUnavailable) for answer in by_kind["down"])
-    assert {answer.text for answer in by_kind["slow"] + by_kind["fine"]} == {"fine"}
-    assert all(not answer.is_error and "garbage" in answer.text for answer in by_kind["garbage"])
-    assert all(answer.is_truncated and len(answer.text) == 100 for answer in by_kind["flood"])
-    # One deadline for all, not one after the other.
-    assert took < 2 * 8.0
-    assert metrics["tools/service_calls"] == 14
-    assert metrics["tools/service_failure_frac"] == pytest.approx(6 / 14)
-    assert metrics["time/tool_service_retries"] == 4

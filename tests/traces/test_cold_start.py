@@ -11,7 +11,6 @@ import pytest
 from tests.support.error_codes import raises_code
 
 from treegraft.core.types import StepContent, Task, ToolCall
-from treegraft.policy.learn.sft import few_unfit
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.demonstrations import Chosen, read_demonstrations
 
@@ -127,11 +126,3 @@ def test_above_five_of_a_hundred_the_file_is_refused(bad: Any, part: str, tmp_pa
     said = str(caught.value)
     assert "2 of 22 rows cannot be read (line 21: " in said and part in said
     assert "expected at most 5%" in said
-
-
-def test_the_share_is_counted_exactly() -> None:
-    unfit = ["line 1: x"]
-    assert few_unfit("f", unfit, 20, "cannot be read") == "cannot be read (line 1: x)"
-    with raises_code("demonstrations-unfit", match="1 of 19 rows"):
-        few_unfit("f", unfit, 19, "cannot be read")
-    assert few_unfit("f", unfit * 4, 80, "is") == "is (line 1: x; line 1: x; line 1: x; ...)"

@@ -115,6 +115,7 @@ def test_a_hostile_buffer_does_nothing(place: Path, name: str) -> None:
         "CREATE VIRTUAL TABLE x USING fts5(a)",
         "create/**/virtual table x using fts5(a)",
         "CREATE VIEW x AS SELECT 1",
+        "CREATE TRIGGER x AFTER INSERT ON traces BEGIN DELETE FROM traces; END",
     ],
 )
 def test_what_runs_when_it_is_read_is_refused_however_it_is_written(place: Path, sql: str) -> None:

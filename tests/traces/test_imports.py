@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 from tests.support.viewed import as_lines
 
 from treegraft.core.types import (
@@ -135,40 +132,6 @@ def test_calls_and_results_in_unknown_tags_are_refused(text: str) -> None:
         read_trajectory(f"<think>a</think>{text}<answer>1</answer>")
 
 
-@at_most(100)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "<a>",
-                "</a>",
-                "<result>",
-                "</result>",
-                "<think>",
-                "</think>",
-                "<answer>",
-                "</answer>",
-                "x ",
-            ]
-        )
-    )
-)
-def test_any_tag_text_is_read_or_refused(parts: list[str]) -> None:
-    try:
-        steps = read_trajectory("".join(parts))
-    except ValueError:
-        return
-    assert steps
-    assert all(len(one.calls) == 1 or one.answer is not None for one in steps)
-
-
-def test_many_unpaired_tags_take_no_time() -> None:
-    with pytest.raises(ValueError, match="neither"):
-        read_trajectory("<a>" * 200_000 + "<a></a><result>" * 20_000)
-    with pytest.raises(ValueError, match="neither"):
-        read_trajectory("<a>" * 20_000 + "</a>" + " " * 20_000 + "<b>" * 20_000)
-
-
 # Messages
 
 
@@ -273,7 +236,7 @@ def test_messages_with_tags() -> None:
             [{"role": "user", "content": "q"}, {"role": "asistant", "content": "a"}],
             "the role 'asistant' .expected system, .*, tool, function; did you mean 'assistant'",
         ),
-        ([{"role": "user", "content": 7}], "content is 7, expected text"),
+        ([{"role": "user", "content": 7}], "something other than text"),
     ],
 )
 def test_conversations_that_are_no_trajectory_are_refused(messages: list[Any], reason: str) -> None:
@@ -356,13 +319,6 @@ def test_reward_task_and_source_of_rows(tmp_path: Path) -> None:
         4,
     )
     assert len({t.trajectory for t in traces}) == 4
-
-
-def test_importing_twice_adds_nothing(tmp_path: Path) -> None:
-    rows = [{"question": "q ?", "text": "<answer>1</answer>"}]
-    assert load(tmp_path, rows)[0].num_new == 1
-    report, traces = load(tmp_path, rows)
-    assert (report.num_new, report.num_duplicates, len(traces)) == (0, 1, 1)
 
 
 # Our own runs

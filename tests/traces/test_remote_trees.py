@@ -3,35 +3,28 @@ from the state of the buffer that the order names included."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from tests.support.error_codes import raises_code
 from tests.support.tiny import differing, tiny
 
 from treegraft.assemble import assemble_engine
-from treegraft.core.interfaces import Engine, Retrieved, Retriever
+from treegraft.core.interfaces import Engine
 from treegraft.core.registry import Entry
 from treegraft.core.types import GraftCause, StepContent, Task, ToolCall, Trace
 from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.traces.remote import (
     BufferStates,
     RemoteTrees,
     TreeHost,
-    _OpenStates,
-    _TreeRetriever,
 )
-from treegraft.traces.retrieve import BufferRetriever
 from treegraft.train import train
 
 GRAFTING: Mapping[str, Any] = {
@@ -65,7 +58,6 @@ class Elsewhere:
                 yield engine
             finally:
                 self._trees.close()
-                assert not host.waits
 
     def grower(self, *parts: Any, **more: Any) -> Any:
         return self._trees.grower(*parts, **more)
@@ -141,52 +133,4 @@ def test_a_state_stays_what_it_was(tmp_path: Path) -> None:
         assert sorted(map(str, (tmp_path / "states").iterdir())) == sorted([second, third])
     # What a process that was killed has left there goes.
     BufferStates(tmp_path / "states")
-    assert not list((tmp_path / "states").iterdir())
-
-
-async def asked(retriever: Retriever) -> list[Retrieved | None]:
-    """Every task after one step, for the next step or the rest, with its own key."""
-    step = StepContent(thought="expert 0", calls=(ToolCall("search", "e1 r0"),))
-    return await asyncio.gather(
-        *(
-            retriever.retrieve(task, [step], whole=whole, noise_key=(1, "train", 3, task.id, whole))
-            for task in TASKS
-            for whole in (False, True)
-        )
-    )
-
-
-def test_answers_are_those_of_the_state_that_an_order_names(tmp_path: Path) -> None:
-    settings = {"path": "b.sqlite", "encoder": "hashing", "random_prob": 0.3}
-    config = load_config(tiny(explore={"explorers": ["graft"]}, buffer=settings))
-    states = BufferStates(tmp_path / "states")
-
-    async def run() -> None:
-        with filled(tmp_path) as buffer:
-            own = BufferRetriever(buffer, config.buffer)
-            first, before = states.take(buffer), await asked(own)
-            buffer.add(traces(1, "self", 0.5), update=1)
-            buffer.evict(4, source="expert", update=1)
-            second, after = states.take(buffer), await asked(own)
-            assert before != after and any(before)
-            own.take_metrics()
-            parts: Any = SimpleNamespace(config=config, kind=None)
-            opened = _OpenStates(parts)
-            for state, expected in ((first, before), (second, after), (first, before)):
-                found = _TreeRetriever(await opened.at(state), config)
-                assert await asked(found) == expected
-                counts = found.take_metrics()
-                assert counts["asked"] == 2 * NUM_TASKS
-                assert counts["nothing"] == expected.count(None)
-                assert await found.trajectories(TASKS[1])
-            # Counts of a tree arrive where the metrics of the run come from.
-            own.count(counts)
-            assert own.take_metrics()["retrieve/num_asked"] == 2 * NUM_TASKS
-            with raises_code("buffer-missing"):
-                await opened.at(str(tmp_path / "states" / "missing.sqlite"))
-            opened.close()
-            own.close()
-        states.close()
-
-    asyncio.run(run())
     assert not list((tmp_path / "states").iterdir())

@@ -4,7 +4,6 @@ through a label, at four widths, for trees of every shape."""
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from tests.view.test_view_browser import browser, pytestmark, show, until  # noq
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
-from treegraft.core.types import BranchCause, ToolCall, Tree
+from treegraft.core.types import BranchCause, Tree
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import write_trees
-from treegraft.traces.imports import read_messages
 from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import draw
 from treegraft.view.text import drawn
@@ -37,7 +35,7 @@ SETTLED = """new Promise((go) =>
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = write_run(tmp_path_factory.mktemp("grown") / "run", num_updates=1, with_buffer=False)
+    path = write_run(tmp_path_factory.mktemp("grown") / "run", num_updates=1)
     write_trees(RunFolder(path).trees_path(1), [make() for make in SHAPES.values()])
     with served(path) as found:
         yield found
@@ -45,13 +43,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, address: str) -> Iterator[Any]:  # noqa: F811
-    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
-    made = context.new_page()
+    made = browser.new_page()
     made.set_default_timeout(60_000)
     problems: list[str] = []
     made.on("pageerror", lambda error: problems.append(str(error)))
     yield made
-    context.close()
+    made.close()
     assert problems == []
 
 
@@ -92,7 +89,6 @@ def test_nothing_overlaps_on_monitors_or_unfolded(page: Any, address: str, shape
     for width in MONITORS:
         resize(page, width)
         assert page.evaluate(MEASURE) == NOTHING, f"{shape} at {width}"
-    page.keyboard.press("d")  # the other theme
     page.keyboard.press("x")  # every equal step by itself
     for width in (*MONITORS, LAPTOP, PHONE):
         resize(page, width)
@@ -158,31 +154,6 @@ def test_a_wrong_leaf_is_never_called_the_best(page: Any, address: str) -> None:
     assert "\u2605" not in page.locator(".pathhead").inner_text()
 
 
-def test_a_copied_trajectory_can_be_imported(page: Any, address: str) -> None:
-    for shape, leaf in (("chat", 1), ("grafted", 1)):
-        open_tree(page, address, shape, f"?leaf={leaf}")
-        page.keyboard.press("Y")
-        page.evaluate(SETTLED)
-        row = json.loads(page.evaluate("navigator.clipboard.readText()"))
-        tree = SHAPES[shape]()
-        question, contents = read_messages(row["messages"])
-        own = [one.content for one in tree.trajectories()[leaf].steps[1:]]
-        assert question == tree.task.question and row["reward"] == 1.0
-        if shape == "chat":  # an only argument is read bare
-            assert contents[0].calls == (ToolCall("calculator", "12 * 17 - 39"),)
-        else:
-            assert [one.calls for one in contents] == [one.calls for one in own]
-        assert [[seen.text for seen in one.observations] for one in contents] == [
-            [seen.text for seen in one.observations] for one in own
-        ]
-        assert (contents[-1].answer or "").strip() == (own[-1].answer or "").strip()
-    page.click("text=copy text")
-    until(page, "document.querySelector('.buttons').textContent.includes('copied')")
-    assert "(retrieved from expert)\nsearch: e12 r2\nResult: r2 of e12 is e9" in page.evaluate(
-        "navigator.clipboard.readText()"
-    )
-
-
 def probed(entropies: list[float], first: list[float]) -> Tree:
     """Returns a tree of one start, a step beside which a branch was opened, and the branch."""
     tree = Grown()
@@ -232,7 +203,7 @@ def test_forks_of_a_deep_tree_have_their_numbers(
     browser: Any,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    path = write_run(tmp_path / "run", num_updates=1, with_buffer=False)
+    path = write_run(tmp_path / "run", num_updates=1)
     write_trees(RunFolder(path).trees_path(1), [forked_deep()])
     page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
     with served(path) as address:
@@ -336,9 +307,8 @@ def test_sentences_name_what_the_drawing_shows(page: Any, address: str) -> None:
         "8 branches after search where entropy rose (+0.05 to +0.35 nats a token; rule P > 0.50)"
         in both
     )
-    assert "1 truncated: leaf 5" in both and "Wrong but" not in both
+    assert "1 truncated: leaf 5" in both
     branched = sentences(page, address, "branched")
-    assert "Wrong but above the group's mean: leaves 2, 4, 5, 10, 11" in branched
     assert (
         "2 truncated: leaves 0, 6; 2 in violation of the format: leaves 1, 7; 2 failed" in branched
     )
@@ -374,7 +344,7 @@ def test_equal_leaves_of_different_ways_stand_apart(page: Any, tmp_path: Path) -
         after = tree.add(start, search("e12 r2"), GRAFT, same=2)
         tree.answer(after, "e4", same=3)
         tree.answer(after, "e4", same=3, cause=BRANCH)
-    path = write_run(tmp_path / "ways", num_updates=1, with_buffer=False)
+    path = write_run(tmp_path / "ways", num_updates=1)
     write_trees(RunFolder(path).trees_path(1), [tree.done()])
     with served(path) as found:
         show(page, found, "#/r/ways/t/update-000001/0")
@@ -398,7 +368,7 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     start = grown.add("0", search("e36 r1"))
     grown.answer(start, "e12")
     grown.answer(start, "e3", right=True, cause=drawn)
-    path = write_run(tmp_path / "run", num_updates=1, with_buffer=False)
+    path = write_run(tmp_path / "run", num_updates=1)
     write_trees(RunFolder(path).trees_path(1), [grown.done()])
     arguments = ["view", str(path), "--text", "--update", "1", "--group", "0"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
@@ -419,9 +389,5 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
         assert "Leaf 0" in page.locator("h2").first.inner_text()
         assert "P 1" not in page.locator("#page").inner_text()
         assert page.evaluate(MEASURE) == NOTHING
-        show(page, address, "#/r/run/t/update-000001/0/vs?a=abc&b=1.5")
-        assert page.evaluate("[...document.querySelectorAll('select')].map((one) => one.value)")[
-            -2:
-        ] == ["0", "1"]
     page.close()
     assert problems == []

@@ -3,25 +3,20 @@ cannot do with the viewer."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sqlite3
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
-from tests.support.viewed import expert_hash, served, write_run
+from tests.support.viewed import served, write_run
 
-from treegraft import trust
 from treegraft.core.errors import DataError
 from treegraft.core.files import open_inside, read_inside
 from treegraft.runs.tree_files import TreePart
-from treegraft.traces.buffer import TraceBuffer
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 
@@ -36,82 +31,7 @@ def asked(run: Path, path: str, **app: Any) -> Any:
     return client.get(f"/api/runs/first/{path}")
 
 
-def change(run: Path, *statements: str) -> None:
-    with sqlite3.connect(run / "buffer" / "traces.sqlite") as connection:
-        for one in statements:
-            connection.execute(one)
-    connection.close()
-
-
-class RunsWhatItLoads:
-    """Loads a local folder as sentence-transformers before version 6 does: its modules are code."""
-
-    def __init__(self, place: str, **_: object) -> None:
-        exec((Path(place) / "custom.py").read_text(), {})
-        raise OSError("no weights")
-
-
-@pytest.mark.parametrize("is_trusted", [False, True])
-def test_an_encoder_that_a_run_folder_names_is_not_loaded(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
-) -> None:
-    monkeypatch.setattr("sentence_transformers.SentenceTransformer", RunsWhatItLoads)
-    folder, marker = run / "buffer" / "model", tmp_path / "marker"
-    folder.mkdir()
-    (folder / "modules.json").write_text("[]")
-    (folder / "custom.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
-    change(run, f"UPDATE meta SET value = '{folder}' WHERE name = 'encoder'")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(config | {"buffer": {"encoder": str(folder)}}))
-    if is_trusted:
-        trust(run)
-    answer = asked(run, "buffer?near=1&q=e2")
-    # The settings of a run that the user trusts are the user's own word.
-    assert marker.exists() is is_trusted, answer.text
-    assert answer.status_code >= 400
-    assert ("may hold code" in answer.json()["error"]) is not is_trusted
-    assert asked(run, "buffer?q=e3").json()["total"] == 2, "words are searched for all the same"
-
-
-ENDLESS = """CREATE VIEW {name} AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
-SELECT i AS id, 'h' AS hash,
-'""' AS key, '""' AS value, 1.0 AS reward, 's' AS source,
-'t' AS task_id, 'j' AS trajectory, 0 AS position, 0 AS terminal, 0 AS policy_version,
-NULL AS added_at, NULL AS evicted_at FROM n"""
-
-
-@pytest.mark.parametrize("path", ["buffer", "buffer?q=x", "buffer/abc", "trees/update-000001/0"])
-def test_an_endless_view_is_refused(run: Path, path: str) -> None:
-    change(run, "DROP TABLE traces", ENDLESS.format(name="traces"))
-    began = time.monotonic()
-    answer = asked(run, path)
-    assert time.monotonic() - began < 30
-    # A tree is shown without what only the buffer knows.
-    assert answer.status_code == (200 if path.startswith("trees") else 404)
-    assert answer.status_code == 200 or "the view 'traces'" in answer.json()["error"]
-    with pytest.raises(DataError, match="view 'traces'"):
-        TraceBuffer.open_as_built(run / "buffer" / "traces.sqlite")
-
-
-def test_what_acts_when_it_is_written_is_refused_by_a_run(run: Path) -> None:
-    change(run, "CREATE TRIGGER gone AFTER INSERT ON traces BEGIN DELETE FROM traces; END")
-    with pytest.raises(DataError, match="trigger 'gone'"):
-        TraceBuffer.open_as_built(run / "buffer" / "traces.sqlite")
-
-
-def test_a_question_to_the_buffer_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.view.buffer.DEADLINE_S", -1.0)
-    row = "SELECT i, i || 'h', '\"\"', '\"\"', 1, 's', 't', 'j', 0, 0, 0, NULL, NULL FROM n"
-    numbers = "WITH RECURSIVE n(i) AS (SELECT 9 UNION ALL SELECT i + 1 FROM n LIMIT 20000)"
-    change(run, f"INSERT INTO traces {numbers} {row}")
-    answer = asked(run, "buffer?q=nowhere")
-    assert answer.status_code == 404 and "interrupted" in answer.json()["error"]
-
-
 def test_an_answer_has_so_many_bytes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.view.buffer._MAX_BYTES", 100_000)
-    change(run, f"UPDATE traces SET value = '\"{'x' * 60_000}\"'")
-    assert "MB of text" in asked(run, "buffer").json()["error"]
     monkeypatch.setattr("treegraft.view.server.MAX_ANSWER", 100)
     answer = asked(run, "groups?file=update-000001")
     assert answer.status_code == 413 and len(answer.content) < 100
@@ -139,7 +59,8 @@ def test_only_plain_files_inside_are_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("config.json", "buffer.json", "roles.json", "trees/updates-000000.jsonl.zst"),
+        "config.json",
+        "trees/updates-000000.jsonl.zst",
         "checkpoints/best/tokenizer.json",
     ],
 )
@@ -151,7 +72,7 @@ def test_a_pipe_in_a_run_folder_keeps_nobody_waiting(run: Path, name: str) -> No
 
     def ask() -> None:
         client = TestClient(app, base_url="http://127.0.0.1")
-        for path in ("", "/first", "/first/buffer", "/first/trees/update-000001/0"):
+        for path in ("", "/first", "/first/metrics", "/first/trees/update-000001/0"):
             answers.append(client.get(f"/api/runs{path}").status_code)
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -169,7 +90,6 @@ def test_a_link_that_is_changed_between_look_and_opening(
     (file,) = (run / "trees").glob("updates-*")
     assert reader.num_trees("update-000001") == 2
     found = reader._part
-    reader.groups("update-000001")
 
     def part(name: str) -> TreePart:
         looked_at = found(name)
@@ -179,7 +99,7 @@ def test_a_link_that_is_changed_between_look_and_opening(
 
     monkeypatch.setattr(reader, "_part", part)
     for read in (
-        lambda: [*reader.raw_lines("update-000001")],
+        lambda: reader.groups("update-000001"),
         lambda: reader.path_of("update-000001", 0, 0),
     ):
         shutil.copy(other / "trees" / file.name, file)
@@ -212,17 +132,7 @@ def test_questions_change_nothing(run: Path) -> None:
         }
 
     before = state()
-    paths = ("", "metrics", "groups", "trees/update-000001/0", "tokens/update-000001/0", "buffer")
-    for path in (*paths, "buffer?near=1&q=e", f"buffer/{expert_hash()}", "grafts/x", "task?id=t/1"):
+    paths = ("", "metrics", "groups", "trees/update-000001/0", "tokens/update-000001/0")
+    for path in (*paths, "groups?q=e"):
         assert asked(run, path).status_code in (200, 404)
     assert state() == before
-
-
-def test_a_linked_log_is_not_read(run: Path, tmp_path: Path) -> None:
-    file = run / "buffer" / "traces.sqlite"
-    outside = tmp_path / "outside"
-    shutil.copy(file, outside)
-    file.with_name("traces.sqlite-wal").symlink_to(outside)
-    assert asked(run, "buffer").json()["stats"]["num_traces"] == 2
-    assert json.loads((run / "buffer.json").read_text())["num_traces"] == 2
-    assert [one.name for one in tmp_path.iterdir() if one.name.startswith("outside")] == ["outside"]

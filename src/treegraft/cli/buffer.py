@@ -1,4 +1,4 @@
-"""`treegraft buffer import | stats | search`: the Step-Trace Buffer on the command line;
+"""`treegraft buffer import | stats | search | show`: the Step-Trace Buffer on the command line;
 `build` is in build.py."""
 
 from __future__ import annotations
@@ -178,16 +178,16 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
         found = opened.stats()
-        fingerprint = opened.fingerprint()
+        checksum = opened.checksum()
     if as_json:
-        print(json.dumps(asdict(found) | {"fingerprint": fingerprint}))
+        print(json.dumps(asdict(found) | {"checksum": checksum}))
         return
     rows = {
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
         "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
-        "file": f"{found.num_bytes / 1e6:.1f} MB, fingerprint {fingerprint}",
+        "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
     }
     if found.policy_versions is not None:
         rows["policy versions"] = "{} to {}".format(*found.policy_versions)
@@ -233,3 +233,33 @@ def search(
         title = plain(f"{place}, reward {trace.reward:g}")
         rows = {"history": plain(trace.key), "step": plain(value_text(trace.value))}
         print_rows(f"{similarity:.3f}  {title}", rows)
+
+
+@buffer_app.command()
+def show(
+    buffer: BufferOrRun,
+    task: Annotated[str | None, typer.Option(help="Only trajectories of this task.")] = None,
+    num: Annotated[int, typer.Option("-n", min=1, help="Most trajectories to print.")] = 5,
+) -> None:
+    """Print stored trajectories step by step."""
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.keys import value_text
+    from treegraft.traces.rollout_buffer import buffer_file
+
+    path = buffer_file(buffer)
+    with TraceBuffer.open_as_built(path) as opened:
+        found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
+    if not found:
+        raise DataError(
+            f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.",
+            code="no-trajectory",
+        )
+    for traces in found[:num]:
+        first = traces[0]
+        place = f"{first.source}, {first.task_id or 'no task'}, {first.trajectory}"
+        rows = {"task": plain(first.key)}
+        for trace in traces:
+            rows[f"step {trace.position}"] = plain(value_text(trace.value))
+        print_rows(plain(f"{place}, reward {traces[-1].reward:g}"), rows)
+    if len(found) > num:
+        say(f"{len(found) - num} more; -n shows more.", "dim")

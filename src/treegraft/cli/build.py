@@ -145,12 +145,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         "attempts": f"{report.num_attempts}, {failed} failed",
         "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
         **kept_rows(report, report.num_kept),
-        "tokens": f"{report.num_tokens} in the kept steps",
     }
-    if report.num_too_long:
-        rows["too long to graft"] = (
-            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-        )
     if report.num_requests:
         rows["asked"] = (
             f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"

@@ -136,7 +136,7 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
     """Raises SettingError for the first of the named options that was given.
 
     Args:
-        where: the condition, such as "without --bundle".
+        where: the condition, such as "without --text".
         names: options and arguments as a person types them; one that is None, or that the command
             line does not name, was not given.
     """
@@ -273,26 +273,6 @@ class RunAsked:
     resume: Path | None
     accepts_changes: bool
     is_smoke: bool
-
-    @property
-    def start_words(self) -> list[str]:
-        """The words of a command line that ask for the same run, overrides left out."""
-        if self.resume is None:
-            return [str(self.recipe), *(["--smoke"] if self.is_smoke else [])]
-        return ["--resume", str(self.resume), *self.accept_words]
-
-    @property
-    def accept_words(self) -> list[str]:
-        """The option that accepts changes, where it was given."""
-        return ["--accept-changes"] if self.accepts_changes else []
-
-    def run_dir(self) -> Path:
-        """Returns the folder of the run: a new one, or that of the run to resume."""
-        if self.resume is not None:
-            return self.resume
-        from treegraft.runs.run import new_run_path
-
-        return new_run_path(self.config, self.recipe)
 
     @contextlib.contextmanager
     def carried_out(self) -> Iterator[dict[str, Any]]:

@@ -314,8 +314,6 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
-            for name, trial in registered("trial").items():
-                found.sections[name] = await trial.load()(setup)
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample(shown)
     except TreegraftError as error:

@@ -248,23 +248,14 @@ def compare(
         say(note, "yellow")
 
 
-Bundle = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="OUT", help="Write a copy that opens without Treegraft: a folder, or a .zip file."
-    ),
-]
-BundledUpdates = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST",
-        help="With --bundle: updates whose trees the copy holds, e.g. 1,5,10-20, all or none."
-        " Default: 10 of each run.",
-    ),
-]
-
-
-@app.command()
+@app.command(
+    cls=command_without(
+        {
+            "--bundle": "zip -r {} RUN (`treegraft view` opens the unpacked folder)",
+            "--buffer": "treegraft buffer show {}",
+        }
+    )
+)
 def view(
     context: typer.Context,
     runs: Annotated[
@@ -284,9 +275,6 @@ def view(
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
-    buffer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder.")
-    ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
     ] = False,
@@ -304,27 +292,19 @@ def view(
     leaf: Annotated[
         int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
-    bundle: Bundle = None,
-    updates: BundledUpdates = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
 
-    Charts, settings, trees, tokens, warnings and the Step-Trace Buffer.
+    Charts, settings, trees, tokens and warnings.
     """
-    from treegraft.view.command import view_bundle, view_pages, view_text
+    from treegraft.view.command import view_pages, view_text
 
-    if bundle is not None:
-        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
-        refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
-        view_bundle(runs, bundle, updates, buffer)
-        return
-    refuse_idle(context, "without --bundle", "--updates")
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
     # Typer cannot say that an option needs another one.
     refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
-    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
+    view_pages(runs, host, port, opens_browser=browser)
 
 
 app.command("config")(show_config)

@@ -440,10 +440,6 @@ class Format(Protocol):
             max_tokens: cut the oldest text away down to this length; None cuts nothing.
         """
 
-    def read_text(self, text: str) -> StepContent | None:
-        """Returns the content of a text that is one step in this format's markup, results
-        included; None for any other text."""
-
 
 @runtime_checkable
 class Opening(Protocol):

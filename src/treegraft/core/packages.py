@@ -12,7 +12,7 @@ from typing import Final
 from treegraft.core.errors import SettingError
 
 _OF_EXTRA: Final = {
-    "data": "datasets datasketch pyarrow",
+    "data": "datasets pyarrow",
     "gguf": "gguf",
     "math": "math_verify reasoning_gym",
     "mcp": "mcp",

@@ -86,7 +86,6 @@ PARTS: Final = (
     "placement",
     "choice",
     "comparison",
-    "trial",
     "finding",
     "agent",
 )

@@ -6,10 +6,6 @@ _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls i
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
-_FOLDER = (
-    'Gone since 0.8: weights go through a folder, which publish.kind = "disk" means, with LoRA\'s'
-    " adapters merged."
-)
 _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
@@ -28,10 +24,18 @@ def _world(name: str, called: str) -> dict[str, str]:
     }
 
 
+_LEARNER = (
+    "Gone since 0.8: learn.ranks = N, or torchrun, starts the learner's ranks; `ray start"
+    " --num-gpus=0` leaves them the GPUs of their machine."
+)
+
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
     "continuation": _FORCED,
     "counterfactual": _FORCED,
+    "cluster.learner_gpus": _LEARNER,
+    "cluster.learner_ranks": _LEARNER,
+    "cluster.max_restarts": "Gone since 0.8; a lost rank ends the run, and --resume goes on.",
     "credit.evidence": _EVIDENCE,
     "evidence": _EVIDENCE,
     "explore.answer_leaf": _FORCED,
@@ -43,10 +47,17 @@ REMOVED: dict[str, str] = {
     "loss.pair_coef": _PAIRS,
     "buffer.build.price_read": _PRICE,
     "buffer.build.price_written": _PRICE,
-    "publish.kind.auto": _FOLDER,
-    "publish.kind.shared": f'{_FOLDER} Shared memory is publish.folder = "/dev/shm/NAME".',
-    "publish.kind.memory": _FOLDER,
-    "publish.kind.adapter": _FOLDER,
+    "publish.kind": (
+        "Gone since 0.8: weights go through publish.folder, with LoRA's adapters merged; shared"
+        ' memory is "/dev/shm/NAME". For servers that somebody else gives weights, see'
+        " treegraft.parts.served.ServerEngine."
+    ),
+    "explore.entropy.allocation": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
+    "explore.entropy.ranking": (
+        "Gone since 0.8: branches are granted by rounds, in the order of the tree."
+    ),
     "engine.vllm.entropies.auto": _DRAWS,
     "engine.vllm.entropies.exact": _DRAWS,
     "engine.vllm.cache_gb": (
@@ -60,6 +71,19 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
     ),
+    "buffer.sources": (
+        "Gone since 0.8: build or import a buffer of these agents alone"
+        " (buffer.build.source names an agent)."
+    ),
+    "environment.tools": (
+        "Gone since 0.8: a subclass of the environment's class has the methods that are tools, and"
+        " None in place of others."
+    ),
+    "tools.max_calls_per_s": (
+        "Gone since 0.8: tools.max_concurrent bounds the calls under way, and a refused call of a"
+        " remote tool is tried again (tools.num_retries)."
+    ),
+    "tools.replay": "Gone since 0.8: results in tools.cache_path are used wherever they are there.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
@@ -67,7 +91,7 @@ REMOVED: dict[str, str] = {
     **_world("textworld", "TextWorld"),
 }
 """By the name of an explorer, a kind or an objective ("answer_leaf"), or the dotted name of a
-setting, of a value of one ("publish.kind.memory") or of a table of settings
+setting, of a value of one ("engine.vllm.entropies.exact") or of a table of settings
 ("explore.answer_leaf"): a sentence that says since when it is gone and what takes its place."""
 
 _CONSTANT: dict[str, str] = {
@@ -111,6 +135,9 @@ _CONSTANT: dict[str, str] = {
     "engine.native.pack_weights": "true",
     "engine.native.compile_kernels": "true",
     "engine.vllm.start_timeout_s": "600",
+    "engine.noise": "'philox'",
+    "rollout.max_staleness": "0",
+    "learn.sequence_parallel": "1",
     "credit.eps": "1e-6",
     "credit.stored": "'joint'",
     "credit.state_weight": "1",

@@ -38,7 +38,7 @@ class Point(Protocol):
     """A state in which sessions are opened: the beginning of a task, or a step to branch below."""
 
     def reserve(self, num: int) -> None:
-        """Announces `num` further calls of `open`; there are no others."""
+        """Announces `num` further calls of `open`."""
 
     async def open(self) -> Session:
         """Returns a session in the state of this point.
@@ -62,11 +62,10 @@ class Session(Protocol):
             ToolUnavailable: a service or the environment failed.
         """
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
-        """Returns the present state as a point.
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
+        """Returns the present state as a point, which may be opened until the tree is done.
 
         Args:
-            is_kept: it may be opened again and again, until the tree is done.
             is_wanted: asked when the state is about to change; once False, the point is never
                 opened, and the state need not be kept for it.
         """
@@ -167,7 +166,7 @@ class SharedSession:
     async def call(self, call: ToolCall) -> Observation:
         return await self._runner.call(call, self._task)
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
         return self
 
     async def rehearse(

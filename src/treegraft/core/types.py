@@ -695,7 +695,7 @@ class BudgetState:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Tree(ShownTree):
-    """All rollouts of one task. `print` shows it as text, a notebook as a drawing."""
+    """All rollouts of one task. `print` shows it as text, a notebook in colours."""
 
     task: Task
     group_id: str

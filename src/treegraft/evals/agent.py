@@ -98,7 +98,8 @@ class Agent:
         self._given = own if given is None else given.joined(own)
         if system_prompt is not None:
             self._config = with_value(self._config, "format.system_prompt", system_prompt)
-        self._life, self._lock = Life("agent"), threading.Lock()
+        self._life = Life("agent")
+        self._lock = threading.Lock()
         self._asked: set[Future[Answer]] = set()
 
     # ------------------------------------------------------------------ asking

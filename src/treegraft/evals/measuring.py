@@ -8,26 +8,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from treegraft.assemble import Parts as Parts
+from treegraft.assemble import Parts
 from treegraft.core.files import file_checksum
 from treegraft.core.removed import instead
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import independent_trees
-from treegraft.rollout.formats.markup import boxed as boxed
+from treegraft.rollout.formats.markup import boxed
 from treegraft.rollout.loop import Watch
-from treegraft.rollout.measure import pass_at_k as pass_at_k
-from treegraft.runs.display import display_on as display_on
+from treegraft.rollout.measure import pass_at_k
+from treegraft.runs.display import display_on
 from treegraft.runs.open import open_agent
-from treegraft.runs.record import RunFolder as RunFolder
-from treegraft.runs.tree_json import parse_tree as parse_tree
-from treegraft.runs.tree_json import tree_to_json as tree_to_json
+from treegraft.runs.record import RunFolder
+from treegraft.runs.tree_json import parse_tree, tree_to_json
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import refuse_sampling
 from treegraft.tasks import scoring
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.reward_calls import WrittenText
-from treegraft.tasks.rewards import RewardScorer, answer_reward
-from treegraft.tasks.rewards import answer_of as answer_of
+from treegraft.tasks.rewards import RewardScorer, answer_of, answer_reward
+
+__all__ = [
+    "Parts",
+    "RunFolder",
+    "Subject",
+    "answer_of",
+    "boxed",
+    "display_on",
+    "parse_tree",
+    "pass_at_k",
+    "suite_scorer",
+    "tree_to_json",
+]
 
 
 def suite_scorer(deadline_s: float, written_text: WrittenText) -> RewardScorer:

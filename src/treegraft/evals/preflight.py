@@ -7,10 +7,9 @@ What would make every reward the same is found here, before any work.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
@@ -56,7 +55,8 @@ class Preflight:
         """
         if not self.tasks:
             return None
-        task, tokenizer = shown or self.tasks[0], self.setup.tokenizer
+        task = shown or self.tasks[0]
+        tokenizer = self.setup.tokenizer
 
         def text(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -86,13 +86,15 @@ class Preflight:
     @cached_property
     def is_closed(self) -> bool:
         """Whether the tokenizer knows the words of its tasks alone."""
-        tokenizer, text = self.setup.tokenizer, "zq7 know?"
+        tokenizer = self.setup.tokenizer
+        text = "zq7 know?"
         return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) != text)
 
     @cached_property
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
-        task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
+        task = self.tasks[0]
+        tools = list(self.setup.toolbox.tools.values())
         for step in solution(self.setup.source, task, 0) or ():
             if step.calls and step.observations:
                 return step
@@ -132,7 +134,8 @@ class Preflight:
 
 async def prompts(preflight: Preflight) -> list[Finding]:
     """Returns the lengths of prompts, and what they do not tell the agent."""
-    setup, form = preflight.setup, preflight.setup.config.format
+    setup = preflight.setup
+    form = preflight.setup.config.format
     made = [setup.format.prompt_ids(task) for task in preflight.tasks]
     longest = max(map(len, made))
     found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
@@ -156,8 +159,10 @@ async def prompts(preflight: Preflight) -> list[Finding]:
 def _unknown(preflight: Preflight, made: Sequence[Sequence[int]]) -> Iterator[Finding]:
     """The words of prompts that a closed vocabulary does not have: the model reads each of them as
     the same token."""
-    setup, task = preflight.setup, preflight.tasks[0]
-    tokenizer, unknown = setup.tokenizer, setup.tokenizer.unk_token_id
+    setup = preflight.setup
+    task = preflight.tasks[0]
+    tokenizer = setup.tokenizer
+    unknown = setup.tokenizer.unk_token_id
     num = sum(list(ids).count(unknown) for ids in made)
     if not (preflight.is_closed and num):
         return
@@ -198,7 +203,8 @@ async def lengths(preflight: Preflight) -> list[Finding]:
     wanted = max(answers, default=0)
     value = f"{limit} tokens; an answer takes {wanted}"
     value += f", a call with its result {num_call} or more" if call else ""
-    fits, fits_call = wanted <= limit, wanted + num_call <= limit
+    fits = wanted <= limit
+    fits_call = wanted + num_call <= limit
     note = "" if fits_call else "a call and an answer do not fit; raise it"
     note = note if fits else "not even the reference's answer fits; raise it"
     return [Finding("rollout.max_completion_tokens", value, fits, note, fits and not fits_call)]
@@ -206,7 +212,8 @@ async def lengths(preflight: Preflight) -> list[Finding]:
 
 async def calls(preflight: Preflight) -> list[Finding]:
     """Returns whether a call is read back as it was written."""
-    step, form = preflight._call, preflight.setup.format
+    step = preflight._call
+    form = preflight.setup.format
     if step is None:
         return []
     name = step.calls[0].name
@@ -233,26 +240,11 @@ async def references(preflight: Preflight) -> list[Finding]:
     return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
 
 
-async def columns(preflight: Preflight) -> list[Finding]:
-    """Returns the columns that hold nothing in any of the tasks."""
-    rows = [task.columns for task in preflight.setup.train_tasks[:200]]
-    empty = [
-        name
-        for name in (rows[0] if rows else ())
-        if all(row.get(name) in (None, "", [], {}) for row in rows)
-    ]
-    note = "rewards that read it get nothing"
-    return [
-        Finding(f"column {name}", f"empty in {len(rows)} tasks", True, note, True) for name in empty
-    ]
-
-
 CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
     prompts,
     calls,
     lengths,
     references,
-    columns,
 ]
 """The checks in their order; a part of one's own may add to them."""
 
@@ -316,14 +308,4 @@ def _made_body(tool: Tool) -> str:
     signature = signature_of(tool)
     if signature.text_parameter is not None:
         return "1 + 1"
-    schema = signature.schema
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    made = {name: _made_value(properties.get(name, {})) for name in schema.get("required", ())}
-    return json.dumps(made)
-
-
-def _made_value(schema: Mapping[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kinds = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-    return kinds.get(schema.get("type", ""), "...")
+    return json.dumps(dict.fromkeys(signature.schema.get("required", ()), "..."))

@@ -1,10 +1,9 @@
-"""The budget of a tree, and the rules that share its branches out, never by arrival."""
+"""The budget of a tree, and the rule that grants its branches, never by arrival."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from treegraft.core.types import Branch, BranchCause, BudgetState, Start
 
@@ -44,35 +43,7 @@ class Grant:
     """Ordinals of the step they hang below."""
     num: int
     cause: BranchCause
-    token: int
-    """The allocation's own name for the grant."""
-
-
-class Allocation(Protocol):
-    """Turns the proposals of a tree's leaves into grants."""
-
-    def open_start(self, leaf: Hashable, ordinal: int) -> None:
-        """Notes that a first-level rollout has begun."""
-
-    def open_branch(self, leaf: Hashable, grant: Grant) -> None:
-        """Notes that one of a grant's children has begun."""
-
-    def propose(
-        self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
-    ) -> None:
-        """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one
-        of the two each round."""
-
-    def may_grant(self, leaf: Hashable) -> bool:
-        """Returns whether a wish of the leaf that has got nothing so far may still be granted; once
-        False, it stays so."""
-
-    def end(self, leaf: Hashable) -> None:
-        """Notes that a leaf has ended."""
-
-    def advance(self) -> list[Grant]:
-        """Returns the grants that are possible now; open the children, then ask again until there
-        are none."""
+    round: int
 
 
 class Rounds:
@@ -88,18 +59,19 @@ class Rounds:
         self._reached: dict[Hashable, int] = {}
         self._wishes: dict[int, list[tuple[tuple[int, ...], Branch]]] = {}
 
-    def open_start(self, leaf: Hashable, ordinal: int) -> None:
+    def open_start(self, leaf: Hashable) -> None:
         """Adds a live leaf that has yet to propose in round 1."""
         self._reached[leaf] = 0
 
     def open_branch(self, leaf: Hashable, grant: Grant) -> None:
         """Adds a live leaf that has yet to propose in the round after its grant's."""
-        self._reached[leaf] = grant.token
+        self._reached[leaf] = grant.round
 
     def propose(
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
-        """Keeps the wish until its round is complete."""
+        """Takes a leaf's wish after its `round`-th sampled step, None for none; each leaf says one
+        of the two each round."""
         # A probe that comes after its leaf has ended: the round may be granted already.
         if leaf not in self._reached:
             return
@@ -107,16 +79,13 @@ class Rounds:
         if branch is not None:
             self._wishes.setdefault(round, []).append((place, branch))
 
-    def may_grant(self, leaf: Hashable) -> bool:
-        """Returns whether the budget has leaves left: a wish is refused for no other reason."""
-        return not self._budget.is_spent
-
     def end(self, leaf: Hashable) -> None:
         """No longer waits for the leaf."""
         self._reached.pop(leaf, None)
 
     def advance(self) -> list[Grant]:
-        """Returns the grants of the earliest complete round that gets any."""
+        """Returns the grants of the earliest complete round that gets any; open the children, then
+        ask again until there are none."""
         # Without live leaves every round is complete.
         complete = min(self._reached.values(), default=max(self._wishes, default=0))
         for number in sorted(round for round in self._wishes if round <= complete):

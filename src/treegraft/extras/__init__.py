@@ -38,15 +38,12 @@ WITH_COMMANDS = (
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",
     "treegraft.extras.verl.plugin",
-    "treegraft.extras.formats.plugin",
 )
 """Those of them that bring commands: the command line lists its commands without loading others."""
 
 MOVED = {
     "treegraft.evals.suites": "treegraft.extras.suites.sets",
     "treegraft.study": "treegraft.extras.lab.study",
-    "treegraft.traces.prune_buffer": "treegraft.extras.lab.pruning.work",
-    "treegraft.traces.prune": "treegraft.extras.lab.pruning.steps",
     "treegraft.tasks.arithmetic": "treegraft.extras.tasks.arithmetic",
     "treegraft.tasks.sokoban": "treegraft.examples.environments.sokoban",
     "treegraft.tasks.verifiers": "treegraft.extras.environments.verifiers.tasks",

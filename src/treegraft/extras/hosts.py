@@ -160,12 +160,15 @@ class Host(NamedTuple):
         return rows
 
 
+_NO_TEXTS = "{} learns from what the policy sampled, and imitated texts are none of it"
 COMMON = (
     Only("loss.objective", "clip", "{}'s other losses are not those of Treegraft"),
     Only("learn.offload", False, "{} divides weights among processes"),
     Only("rollout.max_rounds", 1, "{} fixes the number of prompts of a step"),
     Only("replay.fresh_frac", 1.0, "{} generates every batch anew"),
     Only("sampler.kind", "epochs", "{} chooses the prompts of a step"),
+    Only("loss.graft_coef", 0.0, _NO_TEXTS),
+    Only("loss.lesson_coef", 0.0, _NO_TEXTS),
     Only(
         "warmup.num_steps",
         0,

@@ -19,10 +19,12 @@ from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
+    AnswerOpening,
     Engine,
     Explorer,
     Format,
     NoiseKey,
+    Opening,
     Parsed,
     Request,
     Restarting,
@@ -33,6 +35,7 @@ from treegraft.core.interfaces import (
 from treegraft.core.sessions import Point, SessionOpener, Sessions
 from treegraft.core.spans import span
 from treegraft.core.types import (
+    ROOT_ID,
     Branch,
     BranchDecision,
     Cause,
@@ -42,6 +45,7 @@ from treegraft.core.types import (
     Origin,
     PathView,
     Retry,
+    RetryCause,
     Sampling,
     Start,
     Status,
@@ -49,12 +53,11 @@ from treegraft.core.types import (
     Task,
     Tree,
 )
-from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
-from treegraft.rollout.limits import Limits
-from treegraft.rollout.probe import Probe
-from treegraft.rollout.restart import Retries, StoredSteps, check_retries, find_stored
+from treegraft.rollout.limits import MIN_ROOM, Limits
+from treegraft.rollout.restart import StoredSteps, check_retries, find_stored
 from treegraft.rollout.tree import OpenPath, OpenTree
 from treegraft.settings.config import Config
 
@@ -94,11 +97,9 @@ class Grower:
         scorer: TreeScorer,
         *,
         retriever: Retriever | None = None,
-        allocate: Callable[[Budget], Allocation] = Rounds,
     ) -> None:
         """Args:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
-        allocate: makes the rule that grants a tree's branches.
 
         Raises:
             SettingError: the explorer begins tool calls and the format cannot.
@@ -106,7 +107,7 @@ class Grower:
         check_retries(explorer, format)
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer = limits, scorer
-        self.retriever, self.allocate = retriever, allocate
+        self.retriever = retriever
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
@@ -181,9 +182,14 @@ class Grower:
             )
         return trees
 
+    def new_budget(self) -> Budget:
+        """Returns the budget of one tree."""
+        return Budget(self.limits.num_leaves)
+
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget, explorer = Budget(self.limits.num_leaves), self.explorer
+        budget = self.new_budget()
+        explorer = self.explorer
         with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
         num_prepared = max(1, min(first.num, budget.max_leaves))
@@ -242,7 +248,7 @@ class _Growth:
 
     def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey, sessions: Sessions) -> None:
         self._g, self._tree, self._key, self._sessions = grower, tree, key, sessions
-        self._allocation = grower.allocate(tree.budget)
+        self._rounds = Rounds(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
         """Where branches may be opened: a path that stands there, by the step's ordinals."""
         self._ends: dict[str, OpenPath] = {}
@@ -251,7 +257,6 @@ class _Growth:
         self._num_starts = 0
         # Of the tree's own span: a probe's answer comes from the engine's thread, without one.
         self._context = contextvars.copy_context()
-        self._retries = Retries(tree, grower.format, grower.limits, self._ends, self._begin)
         self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""
         self._group: asyncio.TaskGroup
@@ -294,10 +299,10 @@ class _Growth:
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num_fresh):
                 path = self._tree.open_path(self._begin())
-                self._allocation.open_start(path, self._num_starts - 1)
+                self._rounds.open_start(path)
                 self._launch(path, None)
             for path, cause in others:
-                self._allocation.open_start(path, self._num_starts)
+                self._rounds.open_start(path)
                 self._launch(path, cause)
 
     def _begin(self) -> Point:
@@ -312,7 +317,10 @@ class _Growth:
         if self.stored is not None or isinstance(proposal, Start):
             return await self.open([one for one in starts if isinstance(one, Start)])
         if retries := [one for one in proposal if isinstance(one, Retry)]:
-            opened = self._retries.open(retries)
+            opened: list[tuple[OpenPath, Cause]] = []
+            for one in retries:
+                cause = RetryCause(rule=one.rule, beside=one.step_id)
+                opened += [(path, cause) for path in self._beside(one)]
             await self._run_all(0, opened)
             return bool(opened)
         budget = self._tree.budget
@@ -331,6 +339,38 @@ class _Growth:
         paths = [(end.copy(), cause) for end, granted, cause in grown for _ in range(granted)]
         await self._run_all(0, paths)
         return True
+
+    def _beside(self, retry: Retry) -> list[OpenPath]:
+        """The paths that the budget grants beside a finished step, which begin with forced tokens:
+        those that the explorer names, or the step's thought and the opening of a tool call or an
+        answer. None if these leave no room, or if the state cannot be had again."""
+        tree = self._tree
+        format = self._g.format
+        step = tree.steps_to(retry.step_id)[-1]
+        opening = retry.opening
+        if not opening and retry.opens == "answer":
+            assert isinstance(format, AnswerOpening), "checked when the grower was made"
+            opening = format.answer_opening(step.written_ids)
+        elif not opening:
+            assert isinstance(format, Opening), "checked when the grower was made"
+            opening = format.call_opening(step.written_ids, retry.tool)
+        above = None if step.parent == ROOT_ID else self._ends.get(str(step.parent))
+        if above is None and step.parent != ROOT_ID:
+            return []
+        used = len(opening) + (0 if above is None else above.num_used)
+        if self._g.limits.max_completion_tokens - used < MIN_ROOM:
+            return []
+        num = tree.budget.grant(Start(retry.num))
+        if above is None:
+            paths = [tree.open_path(self._begin()) for _ in range(num)]
+        else:
+            if above.point is not None:
+                above.point.reserve(num)
+            paths = [above.copy() for _ in range(num)]
+        for path in paths:
+            path.opening = opening
+            path.is_lesson = retry.is_lesson
+        return paths
 
     def _launch(self, path: OpenPath, cause: Cause | None) -> None:
         run = self._run(path, self._tree.next_id(path.parent), cause)
@@ -369,7 +409,7 @@ class _Growth:
                 path.session.release()
         path.is_over = True
         # Also after a failure: a round of branches waits for every leaf that has not ended.
-        self._allocation.end(path)
+        self._rounds.end(path)
         self._open_branches()
 
     # ------------------------------------------------------------------ grafts
@@ -461,7 +501,7 @@ class _Growth:
         add(content, observation_ids=shown)
         if self._g.explorer.expands and path.tools.can_branch:
             end = path.copy()
-            end.point = path.tools.mark(is_kept=True)
+            end.point = path.tools.mark()
             self._ends[step_id] = end
         return True
 
@@ -527,7 +567,7 @@ class _Growth:
     def _propose(
         self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]
     ) -> None:
-        """Asks the explorer for branches beside the step under way, and tells the allocation."""
+        """Asks the explorer for branches beside the step under way, and tells the rounds."""
         # A probe that arrives after the path's deadline: its round is closed already.
         if path.is_over:
             return
@@ -543,17 +583,21 @@ class _Growth:
         if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
             # branch begins.
-            fork.point = path.tools.mark(partial(self._allocation.may_grant, path))
+            fork.point = path.tools.mark(self._may_branch)
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.
-        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
+        self._rounds.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
+
+    def _may_branch(self) -> bool:
+        """Whether a branch that has been proposed may still be opened."""
+        return not self._tree.budget.is_spent
 
     def _open_branches(self) -> None:
         # Again until nothing comes: a branch that is opened is one more leaf to wait for, and a
         # round may be complete without it.
-        while grants := self._allocation.advance():
+        while grants := self._rounds.advance():
             for grant in grants:
                 fork = self._forks[grant.place]
                 # Before the first child opens it and could be the last to need it.
@@ -561,8 +605,32 @@ class _Growth:
                     fork.point.reserve(grant.num)
                 for _ in range(grant.num):
                     path = fork.copy()
-                    self._allocation.open_branch(path, grant)
+                    self._rounds.open_branch(path, grant)
                     self._launch(path, grant.cause)
+
+
+class Probe:
+    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done."""
+
+    def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
+        self._function: Callable[[Sequence[float]], None] | None = function
+        self._error: Exception | None = None
+
+    def early(self, probe: Sequence[float]) -> None:
+        """Passes the probe on and keeps an error."""
+        try:
+            self(probe)
+        except Exception as error:
+            # This is a callback, where it would be lost; the call that comes with the
+            # completion raises it on the leaf's own task.
+            self._error = error
+
+    def __call__(self, probe: Sequence[float]) -> None:
+        if self._error is not None:
+            raise self._error
+        function, self._function = self._function, None
+        if function is not None:
+            function(probe)
 
 
 class Placement(Protocol):

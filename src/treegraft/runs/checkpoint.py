@@ -42,8 +42,6 @@ class TrainState:
     """learn/engine_gap of the first update that learned."""
     num_breaches: int = 0
     """Updates in a row whose gap was too large."""
-    first_canary_gap: float | None = None
-    """learn/canary_gap of the first publish; None before it, and for engines without canaries."""
     num_drawn: int = 0
     """Training tasks drawn so far."""
     own_drawn: tuple[str, ...] = ()

@@ -94,12 +94,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 def _engine_wrong(config: Config) -> Iterator[Contradiction]:
     if config.engine.kind != "vllm":
         return
-    if config.publish.kind == "external" and not config.engine.vllm.servers:
-        yield Contradiction(
-            ("publish.kind", "engine.vllm.servers"),
-            "publish.kind: got 'external', expected engine.vllm.servers with it: servers of"
-            " somebody else, who gives them weights.",
-        )
     plain = {"repetition_penalty": 1.0}
     if config.eval.num_samples:
         plain |= {"top_k": 0, "top_p": 1.0}
@@ -125,12 +119,6 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
             " has none: rollout.max_tool_calls = 0.",
-        )
-    if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
-        yield Contradiction(
-            ("tools.replay", "tools.cache", "tools.cache_path"),
-            "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
-            " tools.cache on.",
         )
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
@@ -231,13 +219,6 @@ def _encoder_wrong(encoder: str) -> Iterator[Contradiction]:
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
     yield from _encoder_wrong(settings.encoder)
-    if settings.grow.num_best and settings.sources and "self" not in settings.sources:
-        yield Contradiction(
-            ("buffer.sources", "buffer.grow.num_best"),
-            f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is"
-            f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
-            ' add "self", or set buffer.grow.num_best to 0.',
-        )
     if settings.path == "self":
         empty = 'buffer.path = "self" begins empty'
         if not settings.grow.num_best:

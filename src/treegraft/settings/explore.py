@@ -282,7 +282,5 @@ class BufferSettings(Settings):
     num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
     """Nearest steps that are tried in the trajectory's environment, one after another; the first
     whose results come true there is attached."""
-    sources: list[str] = setting([], acts="nothing")
-    """Agents whose traces may be retrieved; empty for all."""
     grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))
     """A buffer that learns from the agent's own best trajectories."""

@@ -182,16 +182,12 @@ class VllmSettings(Settings):
 
 
 class PublishSettings(Settings):
-    kind: Literal["disk", "external"] = setting("disk", same_answers=True)
-    """How servers get new weights: "disk" through a folder, with LoRA's adapters merged.
-    "external": somebody else gives servers weights, and a publish sets the version alone; in a loop
-    of your own, with engine.vllm.servers."""
     folder: str | None = setting(
-        None, acts="writes", idle_unless=when("publish.kind", "disk"), same_answers=True
+        None, acts="writes", idle_unless=when("engine.kind", "vllm"), same_answers=True
     )
-    """The folder of "disk", which servers must see under the same path. None uses shared memory if
-    servers are this run's own and it has room for two copies, else a folder in run.dir; either is
-    removed at the end."""
+    """The folder through which servers get new weights, with LoRA's adapters merged; they must see
+    it under the same path. None uses shared memory if servers are this run's own and it has room
+    for two copies, else a folder in run.dir; either is removed at the end."""
 
 
 class EngineSettings(Settings):

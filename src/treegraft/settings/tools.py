@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability
-from treegraft.settings.table import Settings, has, setting, takes_path, when
+from treegraft.settings.table import Settings, has, setting, when
 
 S = TypeVar("S", bound=Settings)
 
@@ -38,13 +38,8 @@ class ToolsSettings(Settings):
     cache_path: str = setting("", acts="writes", idle_unless=when("tools.cache"))
     """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
     empty for none."""
-    replay: bool = False
-    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory,
-    saying so."""
     max_concurrent: int = setting(16, ge=1)
     """Calls under way at once."""
-    max_calls_per_s: float | None = setting(None, gt=0)
-    """Calls of one remote tool started in a second; None for no limit."""
     search: SearchToolSettings = setting(
         SearchToolSettings(), idle_unless=has("tools.use", "search")
     )
@@ -61,9 +56,6 @@ class EnvironmentSettings(Settings):
     options: dict[str, Any] = setting({}, acts="imports")
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""
-    tools: list[str] = setting([], acts="nothing", idle_unless=takes_path("environment.kind"))
-    """Methods of the class that are the agent's tools, such as ["look", "go=moveTo"], where the
-    second is shown as go; empty takes those in the class's own `tools`, else all public ones."""
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;

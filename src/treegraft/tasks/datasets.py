@@ -18,14 +18,12 @@ from treegraft.core.errors import DataError, SettingError, about, nearest
 from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
-    CONTROL,
     QUESTION_COLUMNS,
     REFERENCE_COLUMNS,
     Defects,
     accepted_answers,
     after_mark,
     are_messages,
-    control_places,
     find_value,
     is_nested,
     last_question,
@@ -144,7 +142,8 @@ class DatasetSource(OpenTasks):
         return 0 < self._training.num_usable <= len(self._training.last)
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
-        settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
+        settings = self._settings
+        scan = _Scan(last=deque(maxlen=num_last))
         for spec in dict.fromkeys(specs):  # a file named twice is read once
             defects = scan.defects.setdefault(spec, _FileDefects())
             num_before = scan.num_usable
@@ -182,12 +181,13 @@ class _FileDefects(Defects):
 
     def summary(self, spec: str) -> list[str]:
         name = spec if spec.startswith(HUB) else spec.rpartition("/")[2]
-        sentences = self.unreadable[:3]
+        sentences = [*self.unreadable[:3]]
         if len(self.unreadable) > 3:
             sentences.append(
                 f"{len(self.unreadable) - 3} more rows could not be read and were left out"
             )
-        return [f"{name}: {sentence}" for sentence in (*sentences, *self.sentences(_KEPT))]
+        sentences += self.sentences(kept=_OTHER_REFERENCE)
+        return [f"{name}: {sentence}" for sentence in sentences]
 
 
 @dataclass(slots=True)
@@ -209,11 +209,11 @@ class _Scan:
     def adds(self, task: Task, row: int, defects: Defects) -> bool:
         """Returns False, and counts it, where question and reference occurred before."""
         # After other turns the same question is another one.
-        contents = [one["content"] for one in task.messages]
         turns = [one["content"] for one in task.messages if one["role"] not in SYSTEM_ROLES]
         question = " ".join(" ".join(turns or [task.question]).split())
         # Digests, since the texts of a large file would not fit in memory.
-        key, pair_key = _digest(question), _digest(question, *task.reference)
+        key = _digest(question)
+        pair_key = _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
         if not is_new:
             defects.add(_REPEATED, row)
@@ -221,8 +221,6 @@ class _Scan:
             defects.add(_OTHER_REFERENCE, row)
         self.questions.add(key)
         self.pairs.add(pair_key)
-        if is_new and any(map(CONTROL.search, (task.question, *contents))):
-            defects.add(f"{_CONTROL} question", row)
         return is_new
 
 
@@ -235,8 +233,6 @@ _EXPECTED = {
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
-_CONTROL = "with control characters in the"
-_KEPT = (_OTHER_REFERENCE, _CONTROL)
 
 
 def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefects) -> Task | None:
@@ -275,9 +271,6 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
     if not accepted and settings.reference_column:
         defects.add("without a reference", row.number)
         return None
-    for column, value in row.values.items():
-        if not settings.question_column.startswith(column) and control_places(value, column):
-            defects.add(f"{_CONTROL} column '{column}'", row.number)
     return Task(
         id=f"{name}/{row.number}",
         question=str(question),

@@ -14,12 +14,23 @@ from typing import Any
 from treegraft.core.errors import nearest
 
 QUESTION_COLUMNS = (
-    *("extra_info.question", "question", "problem", "query", "instruction", "prompt", "input"),
+    "extra_info.question",
+    "question",
+    "problem",
+    "query",
+    "instruction",
+    "prompt",
+    "input",
 )
 """Where a question is looked for; the first column that a row has."""
 REFERENCE_COLUMNS = (
-    *("reward_model.ground_truth", "answer", "reference", "final answer", "golden_answers"),
-    *("target", "solution"),
+    "reward_model.ground_truth",
+    "answer",
+    "reference",
+    "final answer",
+    "golden_answers",
+    "target",
+    "solution",
 )
 """Where a reference is looked for."""
 
@@ -147,15 +158,15 @@ class Defects:
             rows.append(row)
         self.examples.setdefault(kind, example)
 
-    def sentences(self, kept: tuple[str, ...] = ()) -> list[str]:
+    def sentences(self, kept: str = "") -> list[str]:
         """Returns one sentence per kind, such as "2 rows without a question were left out".
 
-        `kept` holds the beginnings of the kinds whose rows were used nevertheless.
+        Args:
+            kept: the kind whose rows were used nevertheless.
         """
         return [
             f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} {kind}"
-            f" {'was' if len(rows) == 1 else 'were'}"
-            f" {'kept' if kind.startswith(kept) else 'left out'}"
+            f" {'was' if len(rows) == 1 else 'were'} {'kept' if kind == kept else 'left out'}"
             for kind, rows in self.rows.items()
         ]
 
@@ -201,21 +212,23 @@ def check_role(role: Any, known: Sequence[str] = ROLES) -> None:
 def last_question(messages: Any) -> str:
     """Returns the content of the last message by the user; empty without one."""
     users = (one for one in reversed(messages) if one.get("role") == "user")
-    return next((_text(one.get("content")) for one in users), "")
+    return next((message_text(one.get("content")) for one in users), "")
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     # A parquet file has every field in every message, None where it was not given.
     message = {key: one for key, one in given.items() if one is not None}
     check_role(message.get("role"))
-    message["content"] = _text(message.get("content"))
+    message["content"] = message_text(message.get("content"))
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     return message
 
 
-def _text(content: Any) -> str:
+def message_text(content: Any) -> str:
+    """Returns the content of a message: a text, or the texts of a list of parts. Raises ValueError
+    for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, (list, tuple)) else []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from treegraft.core.errors import SettingError
@@ -18,38 +17,15 @@ SETTING = "sampler.kind"
 class OwnSampler:
     """A `TaskSampler` that asks another one, and refuses what no update could go on with.
 
-    Every member but `restore`, `label` and `take` checks what comes back.
-
     Raises:
         SettingError: the other one raises an error, deals what is no task of the run, a task twice,
             one that was left out, too many or none, or has a state that is not JSON.
     """
 
     def __init__(self, sampler: TaskSampler, path: str, tasks: Sequence[Task]) -> None:
-        self._sampler, self._path = sampler, path
+        self._sampler = sampler
+        self._path = path
         self._tasks = {task.id: task for task in tasks}
-
-    def _refusal(self, member: str, got: str, expected: str) -> SettingError:
-        return SettingError(
-            f"{SETTING}: {member} of '{self._path}' gave {got}, expected {expected}; mend it"
-            " there.",
-            settings=[SETTING],
-            code="sampler-invalid",
-        )
-
-    def _different(self, member: str, found: Any) -> list[Task]:
-        """The tasks that a member has given, none twice."""
-        if not isinstance(found, Iterable):
-            raise self._refusal(member, f"a {type(found).__name__}", "a list of tasks")
-        given = list(found)
-        for one in given:
-            if not isinstance(one, Task) or self._tasks.get(one.id) != one:
-                what = f"the task '{one.id}'" if isinstance(one, Task) else f"{one!r:.80}"
-                raise self._refusal(member, what, "tasks out of those that it was made with")
-        name, times = next(iter(Counter(task.id for task in given).most_common(1)), ("", 0))
-        if times > 1:
-            raise self._refusal(member, f"the task '{name}' {times} times", "different tasks")
-        return given
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -67,52 +43,61 @@ class OwnSampler:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Hands the state on."""
-        with blaming(self._path, SETTING):
-            self._sampler.restore(state)
+        self._ask("restore", state)
 
     def references(self, number: int) -> Sequence[Task]:
         """Returns the other one's."""
-        with blaming(self._path, SETTING):
-            found = self._sampler.references(number)
-        return self._different("references", found)
+        return self._different("references", self._ask("references", number))
 
     def label(self, number: int, trees: Sequence[Tree]) -> None:
         """Hands the trees on."""
-        with blaming(self._path, SETTING):
-            self._sampler.label(number, trees)
+        self._ask("label", number, trees)
 
     def draw(
         self, number: int, first: int, *, size: int, without: Collection[str] = ()
     ) -> Sequence[Task]:
         """Returns what the other one deals."""
-        with blaming(self._path, SETTING):
-            found = self._sampler.draw(number, first, size=size, without=without)
-        dealt = self._different("draw", found)
-        if len(dealt) > size:
-            raise self._refusal("draw", f"{len(dealt)} tasks", f"at most size = {size}")
-        if again := [task.id for task in dealt if task.id in without]:
-            raise self._refusal("draw", f"'{again[0]}', which is in without", "other tasks")
-        if not dealt and not without:
-            raise self._refusal("draw", f"no task for update {number}", "at least one")
+        dealt = self._different(
+            "draw", self._ask("draw", number, first, size=size, without=without)
+        )
+        again = [task.id for task in dealt if task.id in without]
+        if again or len(dealt) > size or (not dealt and not without):
+            got = f"{[task.id for task in dealt]!r:.200} for update {number}"
+            expected = f"1 to {size} tasks (size), none of {sorted(without)!r:.200} (without)"
+            raise self._refusal("draw", got, expected)
         return dealt
 
     def take(self, number: int, trees: Sequence[Tree]) -> None:
         """Hands the trees on."""
-        with blaming(self._path, SETTING):
-            self._sampler.take(number, trees)
+        self._ask("take", number, trees)
 
     def drawn(self, first: int) -> Sequence[str]:
         """Returns the ids that the other one gives."""
-        with blaming(self._path, SETTING):
-            found = list(self._sampler.drawn(first))
-        if unknown := [one for one in found if one not in self._tasks]:
-            raise self._refusal("drawn", f"{unknown[0]!r:.80}", "ids of tasks")
-        return found
+        return list(self._ask("drawn", first))
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the other one's, as plain numbers."""
+        return {str(name): float(value) for name, value in self._ask("take_metrics").items()}
+
+    def _ask(self, member: str, *given: Any, **named: Any) -> Any:
         with blaming(self._path, SETTING):
-            found = {
-                str(name): float(value) for name, value in self._sampler.take_metrics().items()
-            }
-        return found
+            return getattr(self._sampler, member)(*given, **named)
+
+    def _different(self, member: str, found: Any) -> list[Task]:
+        """The tasks that a member has given, none twice."""
+        with blaming(self._path, SETTING):
+            given = list(found)
+        known = [one for one in given if isinstance(one, Task) and self._tasks.get(one.id) == one]
+        if len(known) < len(given) or len({task.id for task in known}) < len(given):
+            got = [getattr(one, "id", one) for one in given]
+            expected = "different tasks out of those that it was made with"
+            raise self._refusal(member, f"{got!r:.200}", expected)
+        return known
+
+    def _refusal(self, member: str, got: str, expected: str) -> SettingError:
+        return SettingError(
+            f"{SETTING}: {member} of '{self._path}' gave {got}, expected {expected}; mend it"
+            " there.",
+            settings=[SETTING],
+            code="sampler-invalid",
+        )

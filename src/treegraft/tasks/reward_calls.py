@@ -26,29 +26,28 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def check_function(name: str, function: Any) -> None:
     """Raises SettingError for a reward function that cannot be called by keywords."""
-    if not callable(function):
+    fault = _fault_of(function)
+    if fault:
         raise SettingError(
-            f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
-            " function",
-            code="reward-no-function",
+            f"reward.funcs names '{name}', which {fault}; expected a function with keyword"
+            " arguments, such as def reward(*, completions, **columns). Write one around it.",
+            code="reward-signature",
         )
+
+
+def _fault_of(function: Any) -> str:
+    if not callable(function):
+        return f"is a {type(function).__name__}"
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        fault = "has no signature that Python can show"
-    else:
-        first = next((one for one in parameters if one.kind is one.POSITIONAL_ONLY), None)
-        if first is not None and first.default is first.empty:
-            fault = f"takes '{first.name}' by position alone"
-        elif not any(one.kind is not one.VAR_POSITIONAL for one in parameters):
-            fault = "takes no arguments by name"
-        else:
-            return
-    raise SettingError(
-        f"reward.funcs names '{name}', which {fault}; expected a function with keyword arguments,"
-        " such as def reward(*, completions, **columns). Write one around it.",
-        code="reward-signature",
-    )
+        return "has no signature that Python can show"
+    for one in parameters:
+        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            return f"takes '{one.name}' by position alone"
+    if all(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return "takes no arguments by name"
+    return ""
 
 
 def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> None:
@@ -164,7 +163,8 @@ class Called:
     async def with_each(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Returns what the function returned for each of `calls`, with the arguments that it names,
         or with all where it takes **kwargs."""
-        function, names = self._function, self._names
+        function = self._function
+        names = self._names
         if names is not None:
             calls = [{name: call[name] for name in names if name in call} for call in calls]
         if self.is_async:
@@ -207,8 +207,10 @@ class Arguments:
 
     def _of_one(self, number: int) -> dict[str, Any]:
         """verl's keywords for one trajectory."""
-        columns, turns = self._task.columns, self._trajectories[number].steps[1:]
-        reference, model = self._task.reference, columns.get("reward_model")
+        columns = self._task.columns
+        turns = self._trajectories[number].steps[1:]
+        reference = self._task.reference
+        model = columns.get("reward_model")
         truth = columns.get("ground_truth", reference[0] if len(reference) == 1 else [*reference])
         if isinstance(model, Mapping):
             truth = model.get("ground_truth", truth)

@@ -74,7 +74,8 @@ class Epochs:
     samplers override its methods."""
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
+        self._tasks = tasks
+        self._seed = seed
 
     @property
     def state(self) -> Mapping[str, Any]:

@@ -38,8 +38,21 @@ _EXPRESSION = re.compile(r"[0-9A-Za-z+\-*/^=<>().,\[\]{}|!\s°√≤≥]+")
 _NEGATIVE_POWER = re.compile(r"\^\s*(-(?:\d+(?:\.\d+)?|[A-Za-z]))")
 _OPERATOR = re.compile(r"[+*/^=<>()\[\]{}|√≤≥-]|\d[A-Za-z!]|,")
 _FUNCTIONS = {
-    *("sin", "cos", "tan", "cot", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt"),
-    *("abs", "max", "min", "mod"),
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "abs",
+    "max",
+    "min",
+    "mod",
 }
 _WRAPPINGS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}"))
 _CHARACTERS = str.maketrans(
@@ -111,11 +124,13 @@ def f1(prediction: str, reference: str | Sequence[str]) -> float:
     """
     if not isinstance(reference, str):
         return max((f1(prediction, one) for one in reference), default=0.0)
-    predicted, expected = _normalise_squad(prediction).split(), _normalise_squad(reference).split()
+    predicted = _normalise_squad(prediction).split()
+    expected = _normalise_squad(reference).split()
     num_same = sum((Counter(predicted) & Counter(expected)).values())
     if num_same == 0:
         return 0.0
-    precision, recall = num_same / len(predicted), num_same / len(expected)
+    precision = num_same / len(predicted)
+    recall = num_same / len(expected)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -137,7 +152,8 @@ def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
     """
     if not isinstance(reference, str):
         return max((f1_papers(prediction, one) for one in reference), default=0.0)
-    predicted, expected = _normalise_squad(prediction), _normalise_squad(reference)
+    predicted = _normalise_squad(prediction)
+    expected = _normalise_squad(reference)
     if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
         return 0.0
     return f1(prediction, reference)
@@ -163,12 +179,14 @@ def math_equal(
     # The cheap comparisons come first; most pairs never reach a process.
     if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
         return prediction.strip() == reference.strip()
-    predicted, expected = _unwrap(prediction), _unwrap(reference)
+    predicted = _unwrap(prediction)
+    expected = _unwrap(reference)
     if not predicted or not expected:
         return False
     if predicted == expected:
         return True
-    a, b = _as_fraction(predicted), _as_fraction(expected)
+    a = _as_fraction(predicted)
+    b = _as_fraction(expected)
     if a is not None and b is not None:
         if "." not in predicted + expected or a.denominator == b.denominator == 1:
             return a == b

@@ -37,8 +37,22 @@ NAMES: Final = tuple(_NAMES.split())
 """Entities in English: one word each, no two alike, none a number or an article."""
 
 RELATIONS: Final = (
-    *("teacher", "neighbour", "best friend", "boss", "doctor", "cousin", "coach", "partner"),
-    *("tutor", "lawyer", "dentist", "landlord", "mentor", "rival", "roommate", "driver"),
+    "teacher",
+    "neighbour",
+    "best friend",
+    "boss",
+    "doctor",
+    "cousin",
+    "coach",
+    "partner",
+    "tutor",
+    "lawyer",
+    "dentist",
+    "landlord",
+    "mentor",
+    "rival",
+    "roommate",
+    "driver",
 )
 """Relations in English. Any person can be any other's, so that a random fact is no odd one."""
 

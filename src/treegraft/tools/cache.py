@@ -1,4 +1,4 @@
-"""Results of tool calls in one SQLite file, for later runs and for replays without the tools.
+"""Results of tool calls in one SQLite file, for later runs.
 
 Errors are never stored. Several processes may share a file.
 """
@@ -21,20 +21,11 @@ _WAIT_S = 10.0
 class ResultCache:
     """Texts of successful calls by tool, by the tool's fingerprint, and by body."""
 
-    def __init__(self, path: str, *, must_exist: bool = False) -> None:
-        """Opens the file; creates a missing one.
-
-        Raises `DataError` for a file that cannot be opened or is no cache, and for a missing one
-        with `must_exist`.
-        """
+    def __init__(self, path: str) -> None:
+        """Opens the file; creates a missing one. Raises `DataError` for a file that cannot be
+        opened or is no cache."""
         self.path = os.path.expanduser(os.path.expandvars(path))
         self._lock = threading.Lock()
-        if must_exist and not os.path.isfile(self.path):
-            raise DataError(
-                f"tool cache '{self.path}': there is no such file, and a replay answers from it"
-                " alone.",
-                code="cache-missing",
-            )
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(

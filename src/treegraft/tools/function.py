@@ -41,7 +41,6 @@ class FunctionTool:
         *,
         name: str = "",
         owner: str = "",
-        needs_annotations: bool = True,
     ) -> None:
         """Reads name, description, parameters and attributes of `func`.
 
@@ -49,7 +48,6 @@ class FunctionTool:
             name: the tool's; empty takes that of `func`.
             owner: the class whose method `func` is, for messages: then it has a `self`, which no
                 call fills, and only `run` can call it.
-            needs_annotations: refuse parameters without one; else they take any JSON.
 
         Raises:
             SettingError: no docstring, missing annotations, or a name that makes no tag.
@@ -63,7 +61,6 @@ class FunctionTool:
         is_tag = re.fullmatch(r"[a-z][a-z_]*", own_name)
         self.name = own_name if is_tag else tag_of(own_name)
         self._place = f"method '{own_name}' of {owner}" if owner else f"tool '{self.name}'"
-        self._needs_annotations = needs_annotations
         self.description = " ".join(re.split(r"\n\s*\n", inspect.getdoc(func) or "")[0].split())
         if not self.description:
             raise SettingError(
@@ -135,18 +132,19 @@ class FunctionTool:
         """Nothing to release."""
 
     def _add(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
-        name, place = parameter.name, f"{self._place}: parameter"
+        name = parameter.name
+        place = f"{self._place}: parameter"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise SettingError(
                 f"{place} '*{name}' cannot be filled; name each parameter.",
                 code="parameter-starred",
             )
-        if name not in hints and self._needs_annotations:
+        if name not in hints:
             raise SettingError(
                 f"{place} '{name}' has no annotation, such as 'str'.",
                 code="parameter-without-annotation",
             )
-        hint = hints.get(name, Any)
+        hint = hints[name]
         if _bare(hint) is Task:
             self._task_params.append(name)
             return

@@ -6,28 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import os
 import queue
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from treegraft.core.text import describe
-from treegraft.core.threads import release_threads
 
 T = TypeVar("T")
-
-
-Job = Callable[[], None]
-MAX_IDLE = 64
-"""Threads that wait for further calls."""
-_idle: list[queue.SimpleQueue[Job]] = []
-"""The inboxes of threads without a call, the one that became idle last at the end."""
-if hasattr(os, "register_at_fork"):
-    # A forked process has none of these threads.
-    os.register_at_fork(after_in_child=_idle.clear)
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
@@ -37,27 +24,8 @@ async def run_in_thread(call: Callable[[], T]) -> T:
     event loop.
     """
     job, future = _job(call)
-    try:
-        _idle.pop().put(job)
-    except IndexError:
-        threading.Thread(target=_serve, args=(job,), daemon=True, name="treegraft-tool").start()
+    threading.Thread(target=job, daemon=True, name="treegraft-tool").start()
     return await future
-
-
-def _serve(job: Job) -> None:
-    """Runs a job, and then whatever arrives, unless enough threads wait already."""
-    inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    while True:
-        job()
-        # What the call held must not live until the next one, and a team of OpenMP threads that
-        # idles here would slow those at work.
-        del job
-        if "torch" in sys.modules:
-            release_threads()
-        if len(_idle) >= MAX_IDLE:
-            return
-        _idle.append(inbox)
-        job = inbox.get()
 
 
 async def run_either(
@@ -79,7 +47,8 @@ class OwnThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._num_users = name, 1
+        self._name = name
+        self._num_users = 1
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -60,11 +60,11 @@ class _Entry:
     """A tool of the box with its optional attributes and its usage."""
 
     def __init__(self, tool: Tool) -> None:
-        self.tool, self.name = tool, tool.name
+        self.tool = tool
+        self.name = tool.name
         self.is_remote = bool(getattr(tool, "is_remote", False))
         self.deadline_s: float | None = getattr(tool, "deadline_s", None)
         self._usage = _Usage()
-        self.next_start = 0.0
 
     @property
     def usage(self) -> _Usage:
@@ -119,9 +119,7 @@ class Toolbox:
             self._entries[tool.name] = _Entry(tool)
         self._settings = settings
         self._environments = environments
-        self._store = (
-            ResultCache(settings.cache_path, must_exist=settings.replay) if has_store else None
-        )
+        self._store = ResultCache(settings.cache_path) if has_store else None
         self._cache: dict[_Key, Observation] = {}
         self._running: dict[_Key, asyncio.Task[Observation]] = {}
         self._left_behind = Background()
@@ -250,11 +248,6 @@ class Toolbox:
             if text is not None:
                 entry.usage.num_cached += 1
                 return self._observation(text)
-            if self._settings.replay:
-                raise ToolUnavailable(
-                    f"replay: '{self._store.path}' holds no result of this call of '{entry.name}'",
-                    code="replay-lacks-result",
-                )
         return await self._execute(entry, body, task)
 
     async def _on_disk(self, method: Callable[..., T], *arguments: str) -> T | None:
@@ -270,7 +263,6 @@ class Toolbox:
     ) -> Observation:
         """Returns the observation of one run, at the latest when the deadline is over."""
         deadline_s = entry.deadline_s or self._settings.deadline_s
-        await self._wait_turn(entry)
         # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
@@ -326,18 +318,7 @@ class Toolbox:
                 return self._observation(describe(error), is_error=True)
             await asyncio.sleep(pause_s)
             entry.usage.num_retries += 1
-            await self._wait_turn(entry)
         raise AssertionError("the last try returns or raises")
-
-    async def _wait_turn(self, entry: _Entry) -> None:
-        """Spaces the calls of a remote tool."""
-        if self._settings.max_calls_per_s is None or not entry.is_remote:
-            return
-        now = time.monotonic()
-        turn = max(now, entry.next_start)
-        # Reserved before the pause, so that the next call waits behind this one.
-        entry.next_start = turn + 1 / self._settings.max_calls_per_s
-        await asyncio.sleep(turn - now)
 
     def _observation(self, text: str, *, is_error: bool = False) -> Observation:
         """Returns the text in at most `max_output_chars` characters, with a note of a cut."""

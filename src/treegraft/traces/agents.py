@@ -10,18 +10,30 @@ from typing import Protocol
 from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
-from treegraft.core.sessions import Session as Session
-from treegraft.core.sessions import SessionOpener as SessionOpener
+from treegraft.core.sessions import Session, SessionOpener
 from treegraft.core.types import Status, StepContent, Task, Tree
-from treegraft.rollout.formats.chat import ChatFormat as ChatFormat
-from treegraft.rollout.formats.chat import tool_schema as tool_schema
-from treegraft.rollout.formats.markup import Violation as Violation
-from treegraft.rollout.formats.tags import RESULT as RESULT
-from treegraft.rollout.formats.tags import TagsFormat as TagsFormat
-from treegraft.rollout.formats.template import THINK_CLOSING as THINK_CLOSING
-from treegraft.rollout.formats.template import THINK_OPENING as THINK_OPENING
+from treegraft.rollout.formats.chat import ChatFormat, tool_schema
+from treegraft.rollout.formats.markup import Violation
+from treegraft.rollout.formats.tags import RESULT, TagsFormat
+from treegraft.rollout.formats.template import THINK_CLOSING, THINK_OPENING
 from treegraft.rollout.loop import Grower
 from treegraft.tools.environments.rehearsal import rehearse_all
+
+__all__ = [
+    "RESULT",
+    "THINK_CLOSING",
+    "THINK_OPENING",
+    "Agent",
+    "Attempt",
+    "ChatFormat",
+    "CheckpointAgent",
+    "ScriptedAgent",
+    "Session",
+    "SessionOpener",
+    "TagsFormat",
+    "Violation",
+    "tool_schema",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +89,8 @@ class ScriptedAgent:
         environments: where its calls are made; None where the tasks have no environment.
         """
         self.source = source
-        self._tasks, self._environments = tasks, environments
+        self._tasks = tasks
+        self._environments = environments
         self._seed = seed
 
     def steps(self, task: Task, sample: int) -> tuple[StepContent, ...] | None:
@@ -134,7 +147,8 @@ class CheckpointAgent:
         if sample >= len(tree.leaves):
             return Attempt(error="the tree has too few leaves")
         path = tree.trajectories()[sample]
-        contents, last = tuple(path.contents), path.steps[-1]
+        contents = tuple(path.contents)
+        last = path.steps[-1]
         if path.status is Status.COMPLETED:
             reward = path.leaf.environment_reward
             question = None if tree.task == task else tree.task.question

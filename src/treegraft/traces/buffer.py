@@ -10,12 +10,10 @@ Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searche
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from glob import escape
 from itertools import groupby
 from pathlib import Path
@@ -28,10 +26,10 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import QUERIES, Hits, search_rows
+from treegraft.tools.search.nearest import search_exactly
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Excluded, RowTable
-from treegraft.traces.store import BETWEEN, COLUMNS, IN_MEMORY, TraceFile, trace_row, undo
+from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -78,15 +76,20 @@ class BufferStats:
 class TraceBuffer:
     """Traces on disk with their vectors in memory. One thread may write while others search."""
 
-    _opened: Callable[..., TraceFile] = TraceFile
-
-    def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        encoder: str | Encoder | None = "minilm",
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
             path: its file; ":memory:" for a buffer of this process alone, gone once it is closed.
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
+            is_frozen: it is only read, without a file beside it.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -95,15 +98,15 @@ class TraceBuffer:
         """
         self.path = Path(path).expanduser()
         # Two locks, so that a search need not wait for a chunk that is being committed.
-        self._writing, self._encoding = threading.RLock(), threading.Lock()
+        self._writing = threading.RLock()
+        self._encoding = threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
         if name is not None and not self.path.exists():
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
-        self._digested = (-1, hashlib.blake2b(digest_size=16))
-        self._file = self._opened(self.path, create=encoder is not None)
+        self._file = TraceFile(self.path, create=encoder is not None, is_frozen=is_frozen)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)
@@ -141,22 +144,22 @@ class TraceBuffer:
             self._file.add_meta({"encoder": ours.name, "dim": ours.dim, "probe": probe})
             meta = self._file.meta()  # another process may have been first
         try:
-            theirs, dim = str(meta["encoder"]), int(meta["dim"])
+            theirs = str(meta["encoder"])
+            dim = int(meta["dim"])
             vector = np.frombuffer(meta["probe"], "<f4")
             if len(vector) != dim:
                 raise ValueError(f"{dim} dimensions and a vector of {len(vector)} numbers")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        # By name alone as long as ours is not loaded; `load_encoder` then compares vectors.
-        wanted, our_dim = (theirs if name is None else encoder_name(name)), dim
+        # By name alone; `load_encoder` compares vectors.
+        wanted = theirs if name is None else encoder_name(name)
         if self._encoder is not None:
-            wanted, our_dim = self._encoder.name, self._encoder.dim
-        if (wanted, our_dim) != (theirs, dim):
-            dims = f" ({our_dim} dimensions)" if our_dim != dim else ""
+            wanted = self._encoder.name
+        if wanted != theirs:
             raise DataError(
                 f"buffer '{self.path}' was built with the encoder '{theirs}' ({dim} dimensions),"
-                f" but '{wanted}'{dims} is asked for; take \"{theirs}\" (the setting"
-                " buffer.encoder, or --encoder), or build the buffer again",
+                f" but '{wanted}' is asked for; take \"{theirs}\" (the setting buffer.encoder), or"
+                " build the buffer again",
                 code="buffer-other-encoder",
             )
         return theirs, dim, vector
@@ -167,13 +170,13 @@ class TraceBuffer:
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
             "SELECT id, evicted_at IS NULL, terminal, CASE task_id WHEN '' THEN asked_by(key) ELSE"
-            " task_id END, source FROM traces WHERE id > ? ORDER BY id",
+            " task_id END FROM traces WHERE id > ? ORDER BY id",
             (last,),
         )
         if columns:
-            ids, live, terminal, tasks, sources = zip(*columns, strict=True)
+            ids, live, terminal, tasks = zip(*columns, strict=True)
             vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
-            table.append(ids, vectors, live, terminal, tasks, sources)
+            table.append(ids, vectors, live, terminal, tasks)
 
     # ------------------------------------------------------------------ writing
 
@@ -205,19 +208,14 @@ class TraceBuffer:
         by_hash: dict[str, Trace] = {}
         for trace in traces:
             by_hash.setdefault(trace.content_hash, trace)
-        known = self._file.live_ids(list(by_hash))
-        keys = {name: trace.key for name, trace in by_hash.items() if name not in known}
-        # Embedded before the file is locked; additions and evictions of other processes in the
-        # meantime are seen inside.
-        vectors = dict(zip(keys, self._encode(list(keys.values())), strict=True))
+        # The encoder's loading is not a part of the transaction, for which others wait.
+        self.load_encoder()
         with self._file.transaction() as connection:
             ids = self._file.live_ids(list(by_hash))
             new = [name for name in by_hash if name not in ids]
-            for name in new:
-                trace = by_hash[name]
-                # Another process may have evicted a trace since it was found above.
-                vector = vectors[name] if name in vectors else self._encode([trace.key])[0]
-                row = (name, *trace_row(trace), update)
+            vectors = self._encode([by_hash[name].key for name in new])
+            for name, vector in zip(new, vectors, strict=True):
+                row = (name, *trace_row(by_hash[name]), update)
                 cursor = connection.execute(
                     f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES"
                     f" ({', '.join('?' * len(row))})",
@@ -227,14 +225,12 @@ class TraceBuffer:
                 blob = vector.astype("<f4").tobytes()
                 connection.execute("INSERT INTO vectors VALUES (?, ?)", (ids[name], blob))
             # Of every trace, new or not: a known step may be one of a further trajectory.
-            steps = [(t.source, t.task_id, t.trajectory, t.position) for t in traces]
-            facts = [
-                (ids[t.content_hash], float(t.reward), t.policy_version, update) for t in traces
-            ]
-            connection.executemany(
-                "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*step, *fact) for step, fact in zip(steps, facts, strict=True)],
-            )
+            for trace in traces:
+                step = (trace.source, trace.task_id, trace.trajectory, trace.position)
+                facts = (ids[trace.content_hash], float(trace.reward), trace.policy_version, update)
+                connection.execute(
+                    "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step + facts
+                )
         self._catch_up(self._table)
         return len(new)
 
@@ -266,7 +262,6 @@ class TraceBuffer:
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
-            self._digested = (-1, hashlib.blake2b(digest_size=16))
             # Filled before it is put in place: a search meanwhile sees the old rows or the new.
             table = RowTable(self.dim)
             self._catch_up(table)
@@ -281,7 +276,6 @@ class TraceBuffer:
         *,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns for each key the k nearest traces with their cosines, best first, the one stored
@@ -292,15 +286,14 @@ class TraceBuffer:
                 in a buffer built on the training tasks they give those tasks' answers away.
             exclude_tasks: for each key a task whose traces are not eligible, by its id or by its
                 names (its id and `keys.asked_by`); None or "" excludes none.
-            sources: agents whose traces are eligible; empty for all.
             min_similarity: lowest cosine of a result, -1..1.
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=): got one text, expected a list", code="keys-one-text")
         if not len(keys) or not len(self):
             return [[] for _ in keys]
-        filters = (allow_terminal, exclude_tasks, sources, min_similarity)
-        return self.search_vectors(self._encode(keys), k, *filters)
+        vectors = self._encode(keys)
+        return self.search_vectors(vectors, k, allow_terminal, exclude_tasks, min_similarity)
 
     def search_vectors(
         self,
@@ -308,7 +301,6 @@ class TraceBuffer:
         k: int = 1,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
@@ -317,16 +309,13 @@ class TraceBuffer:
         tasks = _tasks(exclude_tasks, len(vectors))
         # Taken once: another thread may put other rows in their place.
         table = self._table
-        rows, hits = table.rows, list[Hits]()
-        # In parts, since each query may have a mask of its own.
-        for first in range(0, len(vectors), QUERIES):
-            here = slice(first, first + QUERIES)
-            base, masks = table.eligible(rows, allow_terminal, sources, tasks[here])
-            hits += search_rows(rows.vectors, vectors[here], base, masks, k)
-        close = [
-            [(int(rows.ids[row]), float(s)) for row, s in zip(*hit, strict=True)] for hit in hits
-        ]
-        close = [[(row, s) for row, s in one if s >= min_similarity] for one in close]
+        rows = table.rows
+        masks = table.eligible(rows, allow_terminal, tasks)
+        close: list[list[tuple[int, float]]] = []
+        for places, similarities in search_exactly(rows.vectors, vectors, masks, k):
+            is_close = similarities >= min_similarity
+            ids = rows.ids[places[is_close]].tolist()
+            close.append(list(zip(ids, similarities[is_close].tolist(), strict=True)))
         traces = self._file.traces(sorted({row for one in close for row, _ in one}))
         return [[(traces[row], similarity) for row, similarity in one] for one in close]
 
@@ -336,7 +325,6 @@ class TraceBuffer:
         *,
         allow_terminal: bool = False,
         exclude_tasks: Sequence[Excluded] | None = None,
-        sources: Sequence[str] = (),
     ) -> list[Trace | None]:
         """Returns a random eligible trace for each seed, always the same for the same buffer; None
         where none is eligible.
@@ -344,9 +332,10 @@ class TraceBuffer:
         Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
         `search`.
         """
-        table, tasks = self._table, _tasks(exclude_tasks, len(seeds))
+        tasks = _tasks(exclude_tasks, len(seeds))
+        table = self._table
         rows = table.rows
-        _, masks = table.eligible(rows, allow_terminal, sources, tasks)
+        masks = table.eligible(rows, allow_terminal, tasks)
         picks: list[int | None] = []
         for seed, mask in zip(seeds, masks, strict=True):
             ids = rows.ids[mask]
@@ -389,16 +378,11 @@ class TraceBuffer:
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
             yield tuple(map(self._file.to_trace, group))
 
-    def best_rewards(self) -> list[tuple[str, str, float]]:
-        """Returns (source, task, best reward of a trajectory) for each pair."""
-        return self._file.query(
-            "SELECT m.source, m.task_id, max(m.reward) FROM members m JOIN traces t ON"
-            " t.id = m.trace WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id"
-        )
-
-    def sources_between(self) -> set[str]:
-        """Returns the agents with a step after the first of its trajectory that holds no answer."""
-        return {source for (source,) in self._file.query(BETWEEN)}
+    @property
+    def num_changes(self) -> int:
+        """Rows that were added or changed since the file was opened: equal numbers are one
+        state."""
+        return self._file.num_changes
 
     @property
     def num_keys_cut(self) -> int:
@@ -456,41 +440,25 @@ class TraceBuffer:
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
         )
 
-    def fingerprint(self) -> str:
-        """Returns a checksum of encoder and contents; in whatever order they were added."""
-        digest = hashlib.blake2b(f"{self.encoder_name} {self.dim}".encode(), digest_size=16)
-        for (content_hash,) in self._file.query(
-            "SELECT hash FROM traces WHERE evicted_at IS NULL ORDER BY hash"
-        ):
-            digest.update(content_hash.encode())
-        return digest.hexdigest()
-
     def checksum(self, update: int | None = None) -> str:
         """Returns a checksum of all that a search depends on - traces in their order, vectors,
         trajectories, evictions, encoder -, as it was after an update; None: as it is."""
-        now = (1 << 62) if update is None else update
-        # Traces and vectors never change once they are there, so only new ones are read.
-        last, digest = self._digested if update is None else (-1, hashlib.blake2b(digest_size=16))
-        last = self._file.digest_traces(digest, last, now)
-        if update is None:
-            self._digested = (last, digest)
-        whole = hashlib.blake2b(digest.digest(), digest_size=16)
-        whole.update(f"{self.encoder_name} {self.dim}".encode())
-        self._file.digest_marks(whole, now)
-        return whole.hexdigest()
+        last = (1 << 62) if update is None else update
+        return self._file.checksum(f"{self.encoder_name} {self.dim}", last)
 
     # ------------------------------------------------------------------ files and threads
 
-    def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over whatever is at `path`. The marks of updates stay
-        behind: `roll_back` of the copy does not undo what another run has done."""
+    def copy_to(self, path: str | Path, update: int | None = None) -> None:
+        """Writes a copy, whole or not at all, over whatever is at `path`: as it was after `update`,
+        None for all of it. The marks of updates stay behind: `roll_back` of the copy does not undo
+        what another run has done."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         try:
             for leftover in target.parent.glob(f"{escape(partial.name)}*"):
                 leftover.unlink()
-            self._file.back_up(partial)
+            self._file.back_up(partial, update)
             os.replace(partial, target)
         finally:
             # On a full disk their room is needed.
@@ -501,14 +469,6 @@ class TraceBuffer:
         """Makes the file whole without another beside it, so that it can be renamed. Raises
         DataError: that failed, as on a full disk."""
         self._file.fold()
-
-    def in_memory(self, update: int | None = None) -> TraceBuffer:
-        """Returns a copy that lives in this process alone, as of `copy_to`; as it was after
-        `update`, None for all of it."""
-        copy = TraceBuffer(IN_MEMORY, self.load_encoder())
-        self._file.back_up_into(copy._file, update)
-        copy._catch_up(copy._table)
-        return copy
 
     def close(self) -> None:
         """Closes the file."""
@@ -548,12 +508,6 @@ class TraceBuffer:
         # One call at a time: tokenizers keep the options of their last call.
         with self._encoding:
             return _encode(encoder, texts)
-
-
-class FrozenBuffer(TraceBuffer):
-    """A buffer that is only read, without a file beside it."""
-
-    _opened = staticmethod(partial(TraceFile, is_frozen=True))
 
 
 def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:

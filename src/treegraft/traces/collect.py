@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
 
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import DataError, EngineError
@@ -24,9 +25,8 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
 
 OUTAGES = 32
-"""Attempts in a row that could not reach the agent, after which the build ends."""
-LEAST_TO_JUDGE, MOST_REFUSED_FRAC = 32, 0.5
-"""Attempts from which the build ends if more than this share ended at a refused reply."""
+"""Attempts in a row that could not reach the agent, or ended at a refused reply, after which the
+build ends."""
 NUM_EXAMPLES = 3
 """Refused replies that are shown."""
 
@@ -69,11 +69,6 @@ class BuildReport(StoredCounts):
     """Attempts without an answer or a reward, by reason."""
     num_kept: int = 0
     """Trajectories whose steps went into the buffer."""
-    num_tokens: int = 0
-    """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
-    num_too_long: int = 0
-    """Of the same steps, those that as a graft exceed the length limit, so that they are never
-    grafted."""
     reward_sum: float = 0.0
     num_scored: int = 0
     num_calls: int = 0
@@ -110,8 +105,6 @@ class ScoredAgent:
     """Gives the rewards, as in training; each attempt is a path of one tree."""
     max_concurrent: int = 16
     """Attempts at the same time, unless the settings say otherwise."""
-    max_graft_tokens: int | None = None
-    """Steps longer than this as a graft are counted; None counts none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +116,8 @@ class _Builder:
     seed: int
     report: BuildReport
     gate: asyncio.Semaphore
-    num_outages: int = 0
+    num_in_vain: int = 0
+    """Attempts in a row without a reply that could be used."""
 
     async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
         """Returns all attempts at the task, and those that ended in an answer as a scored tree of
@@ -154,45 +148,33 @@ class _Builder:
             return unfit * self.settings.num_samples, None
         return made, await self.of.scorer(tree)
 
-    def count_failures(self, attempts: Sequence[Attempt]) -> None:
-        """Raises EngineError once OUTAGES attempts in a row did not reach the agent, or most
-        replies are refused."""
-        self.report.num_attempts += len(attempts)
+    def count(self, attempts: Sequence[Attempt]) -> None:
+        """Counts the attempts at a task. Raises EngineError once OUTAGES attempts in a row did not
+        reach the agent, or ended at a refused reply."""
+        report = self.report
+        report.num_attempts += len(attempts)
         for attempt in attempts:
-            self.report.num_calls += sum(len(step.calls) for step in attempt.contents)
+            report.num_calls += sum(len(step.calls) for step in attempt.contents)
+            report.num_requests += attempt.num_requests
+            report.num_read += attempt.num_tokens[0]
+            report.num_written += attempt.num_tokens[1]
             if attempt.error is not None:
-                self.report.failures[attempt.error] += 1
-            self._count_replies(attempt)
-            self.num_outages = self.num_outages + 1 if attempt.is_outage else 0
-            if self.num_outages >= OUTAGES:
+                report.failures[attempt.error] += 1
+            if attempt.refused is not None:
+                report.num_refused += 1
+                if len(report.refused) < NUM_EXAMPLES:
+                    report.refused.setdefault(attempt.error or "", attempt.refused)
+            is_in_vain = attempt.is_outage or attempt.refused is not None
+            self.num_in_vain = self.num_in_vain + 1 if is_in_vain else 0
+            if self.num_in_vain >= OUTAGES:
                 raise EngineError(
-                    f"agent '{self.of.agent.source}' was not reached {self.num_outages} times in a"
-                    f" row; the last: {attempt.error}. Earlier traces are kept; mend the cause and"
-                    " run the same command again to go on.",
+                    f"agent '{self.of.agent.source}' was not reached, or replied with neither a"
+                    f" call nor an answer, {self.num_in_vain} times in a row; the last:"
+                    f" {attempt.error}. Earlier traces are kept. Mend the cause, name a model that"
+                    " calls tools, or explain the task in format.system_prompt; the same command"
+                    " goes on.",
                     code="agent-out-of-reach",
                 )
-
-        report = self.report
-        most = MOST_REFUSED_FRAC * report.num_attempts
-        if report.num_attempts >= LEAST_TO_JUDGE and report.num_refused > most:
-            raise EngineError(
-                f"agent '{self.of.agent.source}': {report.num_refused} of"
-                f" {report.num_attempts} attempts ended at a reply with neither a call nor an"
-                " answer, more than half, so that no more are asked for. Look at the refused"
-                " replies above; name a model that calls tools, or explain the task in"
-                " format.system_prompt. Earlier traces are kept, and the same command goes on.",
-                code="expert-refused",
-            )
-
-    def _count_replies(self, attempt: Attempt) -> None:
-        report = self.report
-        report.num_requests += attempt.num_requests
-        report.num_read += attempt.num_tokens[0]
-        report.num_written += attempt.num_tokens[1]
-        if attempt.refused is not None:
-            report.num_refused += 1
-            if len(report.refused) < NUM_EXAMPLES:
-                report.refused.setdefault(attempt.error or "", attempt.refused)
 
     def best(
         self, task: Task, attempts: Sequence[Attempt], tree: Tree | None
@@ -219,13 +201,10 @@ class _Builder:
         return kept
 
     def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
-        """Returns the steps of the kept trajectories, and counts their tokens.
-
-        Not for another thread: a tokenizer keeps the options of its last call, so two threads would
-        get each other's.
-        """
-        split = [
-            split_steps(
+        """Returns the steps of the kept trajectories that hold any text."""
+        traces: list[Trace] = []
+        for sample, attempt, reward in kept:
+            split = split_steps(
                 task.id,
                 task.question if attempt.question is None else attempt.question,
                 attempt.contents,
@@ -233,19 +212,8 @@ class _Builder:
                 source=self.of.agent.source,
                 trajectory=str(sample),
             )
-            for sample, attempt, reward in kept
-        ]
-        traces = [
-            trace
-            for steps in split
-            for trace in steps
-            if isinstance(trace.value, str) or says_something(trace.value)
-        ]
-        for trace in {trace.content_hash: trace for trace in traces}.values():
-            length = len(self.of.format.render_graft([trace.value]))
-            self.report.num_tokens += length
-            limit = self.of.max_graft_tokens
-            self.report.num_too_long += limit is not None and length > limit
+            said = map(says_something, attempt.contents)
+            traces += compress(split, said)
         return traces
 
 
@@ -272,14 +240,14 @@ async def build_traces(
             task.
 
     Raises:
-        EngineError: OUTAGES attempts in a row could not reach the agent. Earlier traces are in the
-            buffer.
+        EngineError: OUTAGES attempts in a row were in vain. Earlier traces are in the buffer.
     """
     report = BuildReport() if report is None else report
     max_concurrent = settings.max_concurrent or agent.max_concurrent
     gate = asyncio.Semaphore(max_concurrent)
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
-    began, loop = time.process_time(), asyncio.get_running_loop()
+    began = time.process_time()
+    loop = asyncio.get_running_loop()
     tasks = tasks[: settings.num_tasks]
     done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]
@@ -305,7 +273,7 @@ async def build_traces(
                     attempts, tree = await work
                 finally:
                     work.cancel()
-                builder.count_failures(attempts)
+                builder.count(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
                 await loop.run_in_executor(thread, report.store, buffer, traces)
                 report.num_tasks += 1

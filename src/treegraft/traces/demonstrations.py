@@ -156,7 +156,7 @@ def lesson_book(config: Config, held: RolloutBuffer, parts: Parts) -> LessonBook
         return None
     if held.buffer is not None:
         return book_of(config, held.buffer, held.origin, parts)
-    if held.file is None or (held.is_due and not held.file.exists()):
+    if held.is_due and not held.file.exists():
         return None
     with TraceBuffer.open_as_built(held.file) as buffer:
         return book_of(config, buffer, held.origin, parts)

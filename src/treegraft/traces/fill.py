@@ -38,7 +38,8 @@ class BufferBuild:
         objects: Python objects in place of settings, as of `train`.
         """
         config, self._given = with_objects(config, objects, replaces=True)
-        self._config, self._out = config, out
+        self._config = config
+        self._out = out
         self.settings = config.buffer.build
         """What was asked for."""
         self.source = self.settings.source or self.settings.agent
@@ -73,7 +74,8 @@ class BufferBuild:
             if report.num_read:
                 # A projection: servers may cost money.
                 share = total / max(1, done)
-                read, written = report.num_read * share, report.num_written * share
+                read = report.num_read * share
+                written = report.num_written * share
                 details.append(f"in all {read:,.0f} tokens read and {written:,.0f} written")
             display.phase("buffer", done, total, ", ".join(details))
 
@@ -106,7 +108,8 @@ class BufferBuild:
     async def _opened(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
         """Holds the agent with the parts of the recipe; only a model in this process needs an
         engine."""
-        own, config = self.settings, self._config
+        own = self.settings
+        config = self._config
         place: Path | str | None = None
         if own.agent_kind == "checkpoint":
             place = own.agent
@@ -124,12 +127,12 @@ class BufferBuild:
                 agent=self._agent(parts),
                 format=parts.format,
                 scorer=parts.scorer,
-                max_graft_tokens=config.rollout.max_completion_tokens,
             )
             yield asked if place is None else replace(asked, max_concurrent=parts.engine.capacity)
 
     def _agent(self, parts: Parts) -> Agent:
-        own, config = self.settings, parts.config
+        own = self.settings
+        config = parts.config
         if own.agent_kind == "expert":
             return ScriptedAgent(
                 parts.source,

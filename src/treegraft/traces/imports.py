@@ -43,7 +43,7 @@ from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.tree_files import TreePart, parts_in
 from treegraft.runs.tree_json import tree_from_json
-from treegraft.tasks.fields import ROLES, check_role
+from treegraft.tasks.fields import ROLES, check_role, message_text
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import StoredCounts
 from treegraft.traces.keys import says_something, split_steps
@@ -206,10 +206,12 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
         turns = row["messages"] if "messages" in row else _messages(row["conversations"])
         question, contents = read_messages(turns)
     elif "steps" in row:
-        question, contents = row["question"], read_steps(row["steps"])
+        question = row["question"]
+        contents = read_steps(row["steps"])
     elif "text" in row or "output" in row:
         text = text_of(row["text"] if "text" in row else row["output"], "text")
-        question, contents = row["question"], read_trajectory(text)
+        question = row["question"]
+        contents = read_trajectory(text)
     else:
         raise ValueError("neither messages, conversations, steps, text nor output")
     reward = None if row.get("reward") is None else float(row["reward"])
@@ -354,13 +356,13 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         raise ValueError(
             f"the first message has the role {said[0]['role']!r}, expected the user's question"
         )
-    question = _message_text(said[0])
+    question = message_text(said[0].get("content"))
     places = [n for n, one in enumerate(said) if one["role"] == "assistant"]
     place = 0
     while (place := place + 1) < len(said):
         message = said[place]
         role = message["role"]
-        text = _message_text(message)
+        text = message_text(message.get("content"))
         if role == "assistant" and message.get("tool_calls"):
             first = place + 1
             while place + 1 < len(said) and said[place + 1]["role"] in ("tool", "function"):
@@ -385,14 +387,6 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     if not steps:
         raise ValueError("no steps")
     return question, tuple(steps)
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part["text"] for part in content if part.get("type", "text") == "text"]
-        content = "".join(text_of(text, "content") for text in texts)
-    return "" if content is None else text_of(content, "content")
 
 
 def _thought(message: Mapping[str, Any], text: str) -> str:
@@ -437,7 +431,7 @@ def _step_of_calls(
     return StepContent(
         thought=_thought(message, text),
         calls=tuple(calls),
-        observations=tuple(Observation(text=_message_text(one)) for one in results),
+        observations=tuple(Observation(text=message_text(one.get("content"))) for one in results),
     )
 
 

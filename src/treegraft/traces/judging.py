@@ -5,27 +5,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from treegraft.assemble import Parts as Parts
-from treegraft.core.demonstration import Written as Written
-from treegraft.core.demonstration import plain_step as plain_step
-from treegraft.core.demonstration import solution as solution
-from treegraft.core.sessions import SessionOpener as SessionOpener
-from treegraft.core.types import ROOT_ID as ROOT_ID
-from treegraft.runs.display import display_on as display_on
-from treegraft.runs.open import open_checkpoint as open_checkpoint
+from treegraft.assemble import Parts
+from treegraft.core.demonstration import Written, plain_step
+from treegraft.core.sessions import SessionOpener
+from treegraft.core.types import ROOT_ID
+from treegraft.runs.display import display_on
+from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
-from treegraft.settings.explore import MADE_BY_RUN as MADE_BY_RUN
-from treegraft.tools.environments.own import ended as ended
-from treegraft.tools.environments.rehearsal import rehearse_all as rehearse_all
-from treegraft.traces.collect import attempts_tree as attempts_tree
-from treegraft.traces.demonstrations import read_demonstrations as read_demonstrations
-from treegraft.traces.keys import read_trajectory as read_trajectory
-from treegraft.traces.keys import split_steps as split_steps
-from treegraft.traces.keys import value_text as value_text
-from treegraft.traces.rollout_buffer import buffer_file as buffer_file
-from treegraft.traces.store import Place as Place
-from treegraft.traces.store import TraceFile as TraceFile
-from treegraft.traces.store import content_from_json as content_from_json
+from treegraft.tools.environments.rehearsal import rehearse_all
+from treegraft.traces.collect import attempts_tree
+from treegraft.traces.keys import read_trajectory, split_steps, value_text
+from treegraft.traces.rollout_buffer import buffer_file
+from treegraft.traces.store import Place, TraceFile, content_from_json
+
+__all__ = [
+    "ROOT_ID",
+    "Parts",
+    "Place",
+    "SessionOpener",
+    "TraceFile",
+    "Written",
+    "attempts_tree",
+    "buffer_file",
+    "content_from_json",
+    "display_on",
+    "open_checkpoint",
+    "plain_step",
+    "read_trajectory",
+    "rehearse_all",
+    "scores_of",
+    "split_steps",
+    "value_text",
+]
 
 
 def scores_of(model: Any, config: Config) -> tuple[Any, int | None]:

@@ -138,13 +138,8 @@ def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> 
 
 def check_trace(trace: Trace, number: int) -> None:
     """Raises DataError for a trace that could not be found or used."""
-    value = trace.value
-    if isinstance(value, StepContent):
-        has_value = any((value.thought, value.calls, value.observations, value.answer))
-    else:
-        has_value = bool(value.strip())
     problems = {
-        "its value is empty": not has_value,
+        "its value is empty": not value_text(trace.value).strip(),
         "its key is empty": not trace.key.strip(),
         f"its reward is {trace.reward}": not math.isfinite(trace.reward),
         f"its position is {trace.position}": trace.position < 0,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -24,12 +25,12 @@ from treegraft.core.types import Filters, StepContent, Task, Trace, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.loop import Grower, Watch
+from treegraft.rollout.loop import Grower
 from treegraft.runs.tree_json import task_from_json, task_to_json, tree_from_json, tree_to_json
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever, question_of
 from treegraft.traces.rollout_buffer import may_retrieve
 
@@ -53,7 +54,8 @@ class RemoteTrees:
     """The trees of a run that grow elsewhere, for a `Placement`."""
 
     def __init__(self, config: Config, ask: Ask) -> None:
-        self._may_retrieve, self._ask = may_retrieve(config), ask
+        self._may_retrieve = may_retrieve(config)
+        self._ask = ask
         self._states: BufferStates | None = None
 
     def show_in(self, folder: Path) -> None:
@@ -76,7 +78,8 @@ class BufferStates:
 
     def __init__(self, folder: Path) -> None:
         """Args: folder: for these files alone. What an earlier process has left there goes."""
-        self._folder, self._paths = folder, list[Path]()
+        self._folder = folder
+        self._paths: list[Path] = []
         self._lock = threading.Lock()
         for path in folder.glob("*.sqlite"):
             path.unlink()
@@ -88,7 +91,7 @@ class BufferStates:
             DataError: the file cannot be written.
         """
         with self._lock:
-            path = (self._folder / f"{buffer.checksum()}.sqlite").absolute()
+            path = (self._folder / f"{buffer.num_changes}.sqlite").absolute()
             if path not in self._paths:
                 buffer.copy_to(path)
                 self._paths.append(path)
@@ -107,7 +110,8 @@ class BufferStates:
 class _RemoteGrower(Grower):
     def __init__(self, ask: Ask, states: BufferStates | None, *parts: Any, **more: Any) -> None:
         super().__init__(*parts, **more)
-        self._ask, self._states = ask, states
+        self._ask = ask
+        self._states = states
 
     async def grow_all(self, *args: Any, **more: Any) -> list[Tree]:
         """As `Grower.grow_all`; all of its trees are grafted from the buffer as it is now."""
@@ -120,10 +124,8 @@ class _RemoteGrower(Grower):
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """As `Grower.grow`."""
         sent = task_to_json(task)
-        is_whole = task_from_json(sent) == task
         order = {
             "task": sent,
-            "is_whole": is_whole,
             "key": list(noise_key),
             "group_id": group_id,
             "trace": carrier(),
@@ -139,8 +141,8 @@ class _RemoteGrower(Grower):
             self.retriever.count(found["retrieved"])
         cast(Toolbox, self.toolbox).add_usage(found["usage"])
         tree = tree_from_json(found["tree"])
-        is_unchanged = not is_whole and task_to_json(tree.task) == sent
-        return replace(tree, task=task) if is_unchanged else tree
+        # JSON may not hold all of a task's columns.
+        return replace(tree, task=task) if task_to_json(tree.task) == sent else tree
 
 
 def _is_of_evaluations(explorer: Explorer) -> bool:
@@ -159,7 +161,6 @@ class TreeHost:
         self._explorer: Explorer | None = None
         """The recipe's, once it is asked for."""
         self._buffers = _OpenStates(parts)
-        self._watch = Watch()
 
     @classmethod
     @asynccontextmanager
@@ -182,11 +183,6 @@ class TreeHost:
             finally:
                 host._buffers.close()
 
-    @property
-    def waits(self) -> dict[str, int]:
-        """How many trajectories wait for what."""
-        return {owner: num for owner, num in self._watch.waits.items() if num}
-
     async def grow(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it, as JSON can hold it."""
         grower = await self._grower(order)
@@ -208,7 +204,8 @@ class TreeHost:
 
     async def _grower(self, order: Mapping[str, Any]) -> Grower:
         """The grower of one tree, whose counts are that tree's."""
-        parts, config = self._parts, self._parts.config
+        parts = self._parts
+        config = self._parts.config
         if order["explores"] and self._explorer is None:
             self._explorer = build_explorer(
                 config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
@@ -218,26 +215,25 @@ class TreeHost:
         retriever = None
         if order["state"] is not None:
             retriever = _TreeRetriever(await self._buffers.at(order["state"]), config)
-        grower = parts.grower(explorer or Independent(), limits, retriever)
-        grower.watch = self._watch
-        return grower
+        return parts.grower(explorer or Independent(), limits, retriever)
 
     def _task(self, order: Mapping[str, Any]) -> Task:
-        """The task as it was sent or, where that is not all of it, the one of its own data."""
+        """The task that was sent: one of this process's own, with all its columns, if it has it."""
         task = task_from_json(order["task"])
-        if order["is_whole"]:
-            return task
-        for known in (*self._parts.train_tasks, *self._parts.eval_tasks):
-            if known.id == task.id and task_to_json(known) == order["task"]:
-                return known
-        return task
+        known = self._tasks.get(task.id, task)
+        return known if task_to_json(known) == order["task"] else task
+
+    @cached_property
+    def _tasks(self) -> dict[str, Task]:
+        return {task.id: task for task in (*self._parts.train_tasks, *self._parts.eval_tasks)}
 
 
 class _OpenStates:
     """The latest states that trees were grafted from; all share one encoder."""
 
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._is_tried = parts.config.buffer, parts.kind is not None
+        self._settings = parts.config.buffer
+        self._is_tried = parts.kind is not None
         self._states: dict[str, BufferRetriever] = {}
         self._encoder: Encoder | None = None
         self._opening = asyncio.Lock()
@@ -258,7 +254,7 @@ class _OpenStates:
             return self._states[state]
 
     def _read(self, path: Path) -> TraceBuffer:
-        buffer = FrozenBuffer(path, self._encoder)
+        buffer = TraceBuffer(path, self._encoder, is_frozen=True)
         self._encoder = buffer.load_encoder()
         return buffer
 
@@ -277,7 +273,8 @@ class _TreeRetriever:
     """Finds traces for one tree (a `Retriever`), and counts for it alone."""
 
     def __init__(self, shared: BufferRetriever, config: Config) -> None:
-        self._shared, self._settings = shared, config.buffer
+        self._shared = shared
+        self._settings = config.buffer
         self._counts: Counter[str] = Counter()
 
     async def retrieve(

@@ -4,11 +4,10 @@ from the event loop."""
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from treegraft.core.batches import Batcher
@@ -16,9 +15,7 @@ from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
-from treegraft.settings.config import Config
-from treegraft.settings.explore import BufferSettings, chosen_kinds
-from treegraft.settings.table import value_of
+from treegraft.settings.explore import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
 from treegraft.traces.rows import Excluded
@@ -50,51 +47,6 @@ def question_of(
     return Question(retrieval_key(task.question, contents), task.id, whole, draw)
 
 
-def too_short(buffer: TraceBuffer | None, config: Config) -> str:
-    """Returns why hardly a step of this buffer will be grafted: all but first ones hold an answer;
-    "" where that is not so."""
-    settings, does_graft = config.buffer, "graft" in config.explore.explorers
-    if buffer is None or not does_graft or settings.path == "self" or settings.terminal != "skip":
-        return ""
-    between = buffer.sources_between()
-    if between & {*settings.sources} if settings.sources else between:
-        return ""
-    # A graft follows a step of the agent's own, and is then most like what followed a first step.
-    return (
-        "explore.graft: no trajectory of the buffer has a step between its first and its answer."
-        " After the agent's first step an answer is nearest, for which buffer.terminal = 'skip'"
-        " grafts nothing. Set buffer.terminal = 'exclude' to graft first steps, or name a buffer of"
-        f" longer trajectories ({settings.path})."
-    )
-
-
-def unusable(buffer: TraceBuffer | None, config: Config, tasks: Iterable[Task]) -> str:
-    """Returns why rollouts below stored trajectories of these tasks are impossible, "" where they
-    are possible or not asked for."""
-    asking = {name: one.stored_from for name, one in chosen_kinds(config).items()}
-    name = next((name for name, stored_from in asking.items() if stored_from), None)
-    if buffer is None or name is None:
-        return ""
-    if config.buffer.path == "self":
-        # They come with the updates.
-        return ""
-    least, sources = value_of(config, asking[name]), config.buffer.sources
-    ids = {task.id for task in tasks}
-    known = [
-        reward
-        for source, task, reward in buffer.best_rewards()
-        if task in ids and (not sources or source in sources)
-    ]
-    if max(known, default=-math.inf) >= least:
-        return ""
-    found = f"their best reward there is {max(known):g}" if known else "there are none of them"
-    return (
-        f"explore.{name}: no training task has a stored trajectory with a reward from"
-        f" {asking[name]} = {least:g} on; {found} ({buffer.path}). All rollouts begin at the"
-        f" prompt; lower {asking[name]}, or name a buffer of these tasks."
-    )
-
-
 class BufferRetriever:
     """Finds traces in a Step-Trace Buffer, top 1, under the filters of a recipe; the next nearest
     only for environments, which try them.
@@ -110,8 +62,10 @@ class BufferRetriever:
         """Args: buffer: stays the caller's to close, after this. is_tried: steps are tried in an
         environment.
         """
-        self.buffer, self._settings = buffer, settings
-        self._is_tried, self._num_nearest = is_tried, settings.num_tries if is_tried else 1
+        self.buffer = buffer
+        self._settings = settings
+        self._is_tried = is_tried
+        self._num_nearest = settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         # With overlap the thread of retrievals counts while an update's counts are taken.
         self._counts: Counter[str] = Counter()
@@ -146,21 +100,20 @@ class BufferRetriever:
         return counts
 
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
-        """Returns the task's own stored trajectories without gaps, of the sources that the recipe
-        names: the best rewarded first, of these those with the fewest steps."""
+        """Returns the task's own stored trajectories without gaps: the best rewarded first, of
+        these those with the fewest steps."""
         if not self._settings.allow_same_task:
             return []
         return await asyncio.to_thread(self._trajectories, task)
 
     def _trajectories(self, task: Task) -> list[tuple[Trace, ...]]:
-        sources, first_key = self._settings.sources, retrieval_key(task.question, ())
+        first_key = retrieval_key(task.question, ())
         whole = [
             path
             for path in self.buffer.trajectories(task.id)
             if [trace.position for trace in path] == list(range(len(path)))
             # Under another seed the same id may stand for another question; environments show it.
             if path[0].key == first_key or self._is_tried
-            if not sources or path[0].source in sources
         ]
         return sorted(
             whole,
@@ -169,8 +122,10 @@ class BufferRetriever:
 
     def _answer(self, batch: Sequence[Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
-        settings, buffer = self._settings, self.buffer
-        began, num_cut_before = time.monotonic(), buffer.num_keys_cut
+        settings = self._settings
+        buffer = self.buffer
+        began = time.monotonic()
+        num_cut_before = buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
@@ -186,7 +141,6 @@ class BufferRetriever:
                 self._num_nearest,
                 allow_terminal=settings.terminal != "exclude",
                 exclude_tasks=excluded(sought),
-                sources=settings.sources,
                 min_similarity=settings.min_similarity,
             )
             for question, nearest in zip(sought, hits, strict=True):
@@ -203,7 +157,6 @@ class BufferRetriever:
                 [question.draw or 0 for question in drawn],
                 allow_terminal=settings.terminal == "allow",
                 exclude_tasks=excluded(drawn),
-                sources=settings.sources,
             )
             for question, trace in zip(drawn, traces, strict=True):
                 if trace is not None:

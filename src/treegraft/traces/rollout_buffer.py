@@ -1,18 +1,22 @@
 """The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or a copy
-that is made or grown, in a run's folder or in memory."""
+that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Literal, Protocol
 
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import CheckpointError, DataError, about, nearest_file
+from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
@@ -23,7 +27,7 @@ from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_o
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
-from treegraft.traces.buffer import FrozenBuffer, TraceBuffer
+from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import ScoredAgent, build_traces
 from treegraft.traces.imports import check_lines, import_files
 from treegraft.traces.keys import says_something, split_steps
@@ -119,7 +123,7 @@ class RolloutBuffer:
     """The buffer that rollouts retrieve from; none if the recipe's explorers do not retrieve.
 
     One that is only read is opened where it lies. One that is made or grown is a copy: in `folder`,
-    where a resumed run rolls it back to its checkpoint, or in memory without a folder.
+    where a resumed run rolls it back to its checkpoint, or in a temporary one.
     """
 
     def __init__(
@@ -129,7 +133,6 @@ class RolloutBuffer:
         folder: Path | None = None,
         *,
         saved: Path | None = None,
-        accepts_changes: bool = False,
     ) -> None:
         """Checks the buffer and loads its encoder.
 
@@ -137,16 +140,16 @@ class RolloutBuffer:
             source: the tasks, whose expert can fill the buffer.
             folder: of the run, which keeps a copy there; the original is then no longer needed.
             saved: a copy that was saved with the weights to go on from; None to begin anew.
-            accepts_changes: take a buffer that has changed since the run began.
 
         Raises:
-            DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
-                sources named.
+            DataError: no such file, an empty buffer, another encoder, no expert.
             SettingError, ModelError: no such encoder, or one that cannot be loaded.
         """
-        self._config, self._source = config, source
-        self.folder, self._saved = folder, saved
-        self._accepts_changes, self._checksum = accepts_changes, ""
+        self._config = config
+        self._source = source
+        self.folder = folder
+        self._saved = saved
+        self._checksum = ""
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
@@ -177,30 +180,34 @@ class RolloutBuffer:
         return self._is_made or self._config.buffer.grow.num_best > 0
 
     @property
-    def _own(self) -> Path | None:
-        """The place of the copy; None for memory."""
-        return None if self.folder is None else self.folder / OWN_FILE
+    def _own(self) -> Path:
+        """The place of the copy, in the run's folder or in a temporary one."""
+        return (self.folder or self._temporary) / OWN_FILE
+
+    @cached_property
+    def _temporary(self) -> Path:
+        """The folder of a session without one; it goes with this object."""
+        path = mkdtemp(prefix="treegraft-buffer-")
+        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        return Path(path)
 
     @property
-    def _has_own(self) -> bool:
-        return self._own is not None and self._own.exists()
-
-    @property
-    def file(self) -> Path | None:
-        """Where it lies: the copy, or the file that buffer.path names; of one that is made here,
-        not there before `build`, and None in memory."""
-        return self._own if self._has_own or self._is_made else named_file(self._config)
+    def file(self) -> Path:
+        """Where it lies: the copy, which is not there before `build`, or the file that buffer.path
+        names."""
+        has_own = self._is_made or (self.is_own and self._own.exists())
+        return self._own if has_own else named_file(self._config)
 
     @property
     def _is_to_make(self) -> bool:
         """Whether it has yet to be made."""
-        return self.is_due and self._is_made and not (self._has_own or self._saved)
+        return self.is_due and self._is_made and not (self._own.exists() or self._saved)
 
     # ------------------------------------------------------------------ checks before any work
 
     def _checked_encoder(self, is_only_read: bool) -> Encoder | None:
         settings = self._config.buffer
-        begun = self._own if self._has_own else self._saved
+        begun = self._own if self._own.exists() else self._saved
         if begun is not None:
             return self._encoder_of(begun, is_only_read)
         if self.origin in ("expert", "self"):
@@ -235,8 +242,8 @@ class RolloutBuffer:
     def _encoder_of(self, path: Path, is_only_read: bool) -> Encoder | None:
         """The encoder of a buffer's file, which is checked; None where nothing is searched."""
         # What belongs to a checkpoint stays as it was written.
-        opened = FrozenBuffer if path == self._saved else TraceBuffer
-        with opened(path, self._config.buffer.encoder) as buffer:
+        is_saved = path == self._saved
+        with TraceBuffer(path, self._config.buffer.encoder, is_frozen=is_saved) as buffer:
             self._refuse_empty(buffer)
             return None if is_only_read else buffer.load_encoder()
 
@@ -246,11 +253,13 @@ class RolloutBuffer:
 
         What later updates have added to a copy counts as undone.
         """
-        path = named_file(self._config) if self._own is None or not self._has_own else self._own
-        if not self._is_open or (self.is_own and not self._has_own) or not path.is_file():
+        if not self._is_open:
+            return {}
+        path = self._own if self.is_own else named_file(self._config)
+        if not path.is_file():
             return {}
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
-            return {BUFFER: buffer.checksum(update if self._has_own else None)}
+            return {BUFFER: buffer.checksum(update if self.is_own else None)}
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
         """Makes the expert's calls at the first tasks in their environments, where the buffer will
@@ -271,8 +280,8 @@ class RolloutBuffer:
     async def build(self, parts: TraceParts) -> None:
         """Makes the copy of the expert's steps or of a .jsonl file, if that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
-        if self._own is not None and self._encoder is not None and self._is_to_make:
-            await self._make_copy(self._own, parts)
+        if self._is_to_make:
+            await self._make(0, parts)
             with TraceBuffer(self._own, self._encoder) as buffer:
                 self._refuse_empty(buffer)
 
@@ -283,9 +292,6 @@ class RolloutBuffer:
 
         Args:
             parts: those of the run.
-
-        Raises:
-            CheckpointError: somebody has changed the buffer since the run began.
         """
         if not self._is_open:
             yield
@@ -309,11 +315,9 @@ class RolloutBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
-        if self._own is None:
-            return await self._in_memory(parts, update)
         is_new = not self._own.exists()
         if is_new:
-            await self._make_copy(self._own, parts)
+            await self._make(update, parts)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
             # Later updates are run again, and add and evict the same traces again. A new copy may
@@ -321,38 +325,28 @@ class RolloutBuffer:
             buffer.roll_back(update)
         return buffer
 
-    async def _in_memory(self, parts: TraceParts, update: int = 0) -> TraceBuffer:
-        """A buffer in memory: a copy of a file, or one that is made."""
+    async def _make(self, update: int, parts: TraceParts) -> None:
+        """Makes the copy, complete under its name or not there at all."""
         if self._saved is not None:
-            with FrozenBuffer(self._saved, self._encoder) as saved:
+            with TraceBuffer(self._saved, self._encoder, is_frozen=True) as saved:
                 # A run that wrote the checkpoint may have gone on since.
-                return saved.in_memory(update)
-        if not self._is_made:
+                saved.copy_to(self._own, update)
+        elif not self._is_made:
             with TraceBuffer(named_file(self._config), self._encoder) as named:
-                return named.in_memory()
-        buffer = TraceBuffer(IN_MEMORY, self._encoder)
-        try:
-            await self._fill(buffer, parts)
-        except BaseException:
-            buffer.close()
-            raise
-        return buffer
-
-    async def _make_copy(self, place: Path, parts: TraceParts) -> None:
-        """Makes the run's buffer, complete under its name or not there at all."""
-        if self._is_made:
-            taken = await self._in_memory(parts)
+                named.copy_to(self._own)
         else:
-            taken = TraceBuffer(named_file(self._config), self._encoder)
-        with taken as buffer:
-            buffer.copy_to(place)
+            with TraceBuffer(IN_MEMORY, self._encoder) as made:
+                await self._fill(made, parts)
+                made.copy_to(self._own)
 
     async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
-        seed, of = self._config.run.seed, self._config.buffer.build
+        seed = self._config.run.seed
+        of = self._config.buffer.build
         if self.origin == "import":
-            place, best = named_file(self._config), of.num_best
+            place = named_file(self._config)
+            best = of.num_best
             import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
         elif self.origin == "expert":
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
@@ -361,45 +355,19 @@ class RolloutBuffer:
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
 
     def _refuse_empty(self, buffer: TraceBuffer) -> None:
-        settings, counts = self._config.buffer, buffer.stats().sources
-        if not counts and self.origin != "self":
+        if not len(buffer) and self.origin != "self":
             raise DataError(
                 f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill"
                 " it with `treegraft buffer build` or `treegraft buffer import`.",
                 code="buffer-empty",
             )
-        # The agent's own traces come with its first updates.
-        known = {*counts, OWN} if settings.grow.num_best else {*counts}
-        if missing := [name for name in settings.sources if name not in known]:
-            raise DataError(
-                f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of;"
-                f" it has {sorted(counts)}.",
-                code="buffer-sources-unknown",
-            )
 
     def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json into the run's folder when the run begins; later a buffer that others
-        can change has to be the one that it names."""
-        if self.folder is None:
+        """Writes buffer.json, where the buffer lies, into the run's folder when the run begins."""
+        if self.folder is None or (place := self.folder / "buffer.json").exists():
             return
-        place, fingerprint = self.folder / "buffer.json", buffer.fingerprint()
-        if not place.exists():
-            note = {
-                "path": os.path.relpath(buffer.path, self.folder),
-                "fingerprint": fingerprint,
-                "num_traces": len(buffer),
-            }
-            write_atomically(place, json.dumps(note, indent=2) + "\n")
-            return
-        if self.is_own or self._accepts_changes:
-            return
-        if (noted := _noted(place, "fingerprint")) != fingerprint:
-            raise CheckpointError(
-                f"buffer.path: the buffer '{buffer.path}' has changed since the run began"
-                f" (fingerprint {fingerprint}, expected {noted}); put the old file back, or start a"
-                " new run.",
-                code="buffer-changed",
-            )
+        note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
+        write_atomically(place, json.dumps(note, indent=2) + "\n")
 
     def checksums(self) -> dict[str, str]:
         """Returns the buffer's checksum for a checkpoint; empty if none is used."""

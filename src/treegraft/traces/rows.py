@@ -27,8 +27,6 @@ class Rows:
     """[rows] holds the final answer."""
     tasks: npt.NDArray[np.int32]
     """[rows] number of the task; of one without an id, of its question."""
-    sources: npt.NDArray[np.int32]
-    """[rows] number of the source."""
     live: Mask
     """[rows] not evicted."""
 
@@ -42,7 +40,6 @@ class RowTable:
     def __init__(self, dim: int) -> None:
         """Args: dim: length of the vectors."""
         self._task_numbers: dict[str, int] = {}
-        self._source_numbers: dict[str, int] = {}
         self.rows = self._reserved = _zeros(0, dim)
 
     def append(
@@ -52,10 +49,10 @@ class RowTable:
         live: Sequence[bool],
         terminal: Sequence[bool],
         tasks: Sequence[str],
-        sources: Sequence[str],
     ) -> None:
         """Adds rows after the present ones, a column each."""
-        start, end = len(self.rows), len(self.rows) + len(ids)
+        start = len(self.rows)
+        end = len(self.rows) + len(ids)
         # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers
         # hold views of the old rows, which are never written to again.
         if end > len(self._reserved):
@@ -67,8 +64,9 @@ class RowTable:
             "ids": ids,
             "vectors": vectors,
             "terminal": terminal,
-            "tasks": _numbers(self._task_numbers, tasks),
-            "sources": _numbers(self._source_numbers, sources),
+            "tasks": [
+                self._task_numbers.setdefault(task, len(self._task_numbers)) for task in tasks
+            ],
         }
         for name, values in columns.items():
             getattr(self._reserved, name)[start:end] = values
@@ -81,33 +79,25 @@ class RowTable:
         self.rows = replace(self.rows, live=self.rows.live & ~np.isin(self.rows.ids, list(ids)))
 
     def eligible(
-        self,
-        rows: Rows,
-        allow_terminal: bool,
-        sources: Sequence[str],
-        exclude_tasks: Sequence[Excluded],
-    ) -> tuple[Mask, list[Mask]]:
-        """Returns [rows] those that every query may find, and the same for each query without the
-        traces of its excluded task."""
+        self, rows: Rows, allow_terminal: bool, exclude_tasks: Sequence[Excluded]
+    ) -> list[Mask]:
+        """Returns [rows] for each query: those that it may find, without the traces of its
+        excluded task."""
         base = rows.live if allow_terminal else rows.live & ~rows.terminal
-        if sources:
-            numbers = [self._source_numbers.get(source, -1) for source in sources]
-            base = base & np.isin(rows.sources, numbers)
         # One mask per task, not per query: the samples of a group ask about the same task.
         masks = dict[Excluded, Mask]()
         for task in set(exclude_tasks):
             names = task if isinstance(task, tuple) else (task or "",)
             numbers = [self._task_numbers.get(name, -1) for name in names if name]
             masks[task] = base & ~np.isin(rows.tasks, numbers) if numbers else base
-        return base, [masks[task] for task in exclude_tasks]
-
-
-def _numbers(known: dict[str, int], names: Sequence[str]) -> list[int]:
-    return [known.setdefault(name, len(known)) for name in names]
+        return [masks[task] for task in exclude_tasks]
 
 
 def _zeros(size: int, dim: int) -> Rows:
-    tasks, sources = np.zeros((2, size), np.int32)
-    terminal, live = np.zeros((2, size), bool)
-    vectors = np.zeros((size, dim), np.float32)
-    return Rows(np.zeros(size, np.int64), vectors, terminal, tasks, sources, live)
+    return Rows(
+        ids=np.zeros(size, np.int64),
+        vectors=np.zeros((size, dim), np.float32),
+        terminal=np.zeros(size, bool),
+        tasks=np.zeros(size, np.int32),
+        live=np.zeros(size, bool),
+    )

@@ -11,6 +11,7 @@ prunings  of a pruned buffer: each trajectory's steps with their likelihoods, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -66,9 +67,6 @@ CREATE TABLE IF NOT EXISTS prunings (
 """Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
-BETWEEN = """SELECT DISTINCT m.source FROM members m JOIN traces t ON t.id = m.trace
-WHERE m.position > 0 AND NOT t.terminal AND t.evicted_at IS NULL"""
-"""Agents with a step after the first of its trajectory that holds no answer."""
 IN_MEMORY = Path(":memory:")
 """A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
@@ -210,6 +208,11 @@ class TraceFile:
                 raise
             self._connection.execute("COMMIT")
 
+    @property
+    def num_changes(self) -> int:
+        """Rows that this process has written since it opened the file."""
+        return self._connection.total_changes
+
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Returns all rows of a SELECT."""
         with self._lock, self._translated_errors():
@@ -272,7 +275,8 @@ class TraceFile:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
         DataError unless there are `num`."""
         # Filled in parts: all blobs and their joint copy beside it would take three times the room.
-        vectors, filled = np.empty((num, dim), np.float32), 0
+        vectors = np.empty((num, dim), np.float32)
+        filled = 0
         with self._lock, self._translated_errors():
             selected = "SELECT vector FROM vectors WHERE id > ? AND id <= ?"
             selected += " AND typeof(vector) = 'blob' ORDER BY id"
@@ -295,21 +299,11 @@ class TraceFile:
             code="buffer-damaged",
         )
 
-    def back_up(self, path: Path) -> None:
-        """Copies the file without the marks of updates, also while others read and write it; the
-        copy is whole in one file. Raises DataError: it is not, as on a full disk."""
-        with self._translated_errors(), closing(sqlite3.connect(path)) as copy:
-            self._back_up(copy)
-            _fold(copy)
-
-    def back_up_into(self, other: TraceFile, update: int | None = None) -> None:
-        """Puts such a copy in the place of what another open buffer holds, as it was after
-        `update`; None for all of it."""
-        with other._lock:
-            self._back_up(other._connection, update)
-
-    def _back_up(self, copy: sqlite3.Connection, update: int | None = None) -> None:
-        with self._lock, self._translated_errors():
+    def back_up(self, path: Path, update: int | None = None) -> None:
+        """Copies the file as it was after `update` (None: as it is), without the marks of updates,
+        also while others read and write it; the copy is whole in one file. Raises DataError: it is
+        not, as on a full disk."""
+        with self._lock, self._translated_errors(), closing(sqlite3.connect(path)) as copy:
             self._connection.backup(copy)
             with copy:
                 if update is not None:
@@ -317,33 +311,31 @@ class TraceFile:
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
+            _fold(copy)
 
-    def digest_traces(self, digest: Any, after: int, update: int) -> int:
-        """Feeds the traces and vectors behind row `after` that were there after an update to a
-        hash object; returns the last row."""
-        columns = f"t.id, hash, {COLUMNS}, added_at, vector"
+    def checksum(self, head: str, update: int) -> str:
+        """Returns a checksum of `head` and of all that there was after an update: traces in their
+        order, vectors, trajectories, evictions."""
+        traces = hashlib.blake2b(digest_size=16)
+        whole = hashlib.blake2b(digest_size=16)
         with self._lock, self._translated_errors():
-            for row in self._connection.execute(
-                f"SELECT {columns} FROM traces t LEFT JOIN vectors v ON v.id = t.id WHERE t.id > ?"
-                " AND (added_at IS NULL OR added_at <= ?) ORDER BY t.id",
-                (after, update),
+            for *row, vector in self._connection.execute(
+                f"SELECT t.id, hash, {COLUMNS}, added_at, vector FROM traces t"
+                " LEFT JOIN vectors v ON v.id = t.id"
+                " WHERE added_at IS NULL OR added_at <= ? ORDER BY t.id",
+                (update,),
             ):
-                after = row[0]
-                digest.update(repr(row[:-1]).encode("utf-8", "surrogatepass"))
-                digest.update(row[-1] or b"")
-        return after
-
-    def digest_marks(self, digest: Any, update: int) -> None:
-        """Feeds the evictions and the trajectories that there were after an update to a hash
-        object."""
-        with self._lock, self._translated_errors():
+                traces.update(repr(tuple(row)).encode("utf-8", "surrogatepass"))
+                traces.update(vector or b"")
+            whole.update(traces.digest() + head.encode())
             for sql in (
                 "SELECT id, evicted_at FROM traces WHERE evicted_at <= ? ORDER BY id",
                 "SELECT * FROM members WHERE added_at IS NULL OR added_at <= ? ORDER BY source,"
                 " task_id, trajectory, position, trace",
             ):
                 for row in self._connection.execute(sql, (update,)):
-                    digest.update(repr(row).encode("utf-8", "surrogatepass"))
+                    whole.update(repr(row).encode("utf-8", "surrogatepass"))
+        return whole.hexdigest()
 
     def fold(self) -> None:
         """Folds the write-ahead log into the file, which can then be renamed. Raises DataError:
@@ -441,7 +433,8 @@ def trace_from_row(row: Sequence[Any]) -> Trace:
     """Returns the trace whose `trace_row` this is. Raises ValueError, TypeError, KeyError: it is
     something else."""
     key, value, reward, source, task_id, position, terminal, trajectory, version = row
-    found, text = json.loads(value), json.loads(key)
+    found = json.loads(value)
+    text = json.loads(key)
     place = (source, task_id, position)
     about = (float(reward), *place, bool(terminal), trajectory, version)
     question = text_of(found.get("question", ""), "question") if isinstance(found, dict) else ""

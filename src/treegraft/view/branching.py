@@ -1,4 +1,4 @@
-"""How the policy's entropy changed where a tree branched or might have, in nats."""
+"""Change of the policy's entropy at branches and where one was considered, in nats."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
         config: the run's settings; those of explore.entropy say which tokens were compared.
 
     Returns:
-        By the id of each branch, and of each step beside which a branch was considered:
+        By the id of each branch, and of each step at which a branch was considered:
             change: mean change in nats per token; `before` and `after`: the two means.
             num: tokens compared.
-            after_tool: the tool whose result stands before these tokens; None without a call.
+            after_tool: the tool whose result precedes these tokens; None without a call.
         Steps without comparable tokens are left out.
     """
     explore = config.get("explore", {})
@@ -32,7 +32,7 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
     count = count if isinstance(count, int) and count > 0 else _PROBE_TOKENS
     is_lagging = own.get("statistic") == "lagging"
     steps = {step.id: step for step in tree.steps}
-    # Of several children of a step, one was looked at; branches beside it share its numbers.
+    # Of several children of a step, one was looked at; its sibling branches share its numbers.
     seen_below: dict[str, dict[str, Any]] = {}
     found = {}
     for step in tree.steps:

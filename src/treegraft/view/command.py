@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 import webbrowser
@@ -59,58 +58,18 @@ def view_text(
         console.print(Text(plain(f"one tree: {hint}"), style="dim"), soft_wrap=True)
 
 
-def view_bundle(paths: list[Path], out: Path, updates: str | None, buffer: Path | None) -> None:
-    """Writes a copy of the pages and the runs, and prints its size and how it is opened.
-
-    Raises:
-        SettingError: it exists, or `updates` cannot be read.
-        CheckpointError: one of the paths is no run folder.
-    """
-    from treegraft.view.bundle import MOST_UPDATES, write_bundle
-
-    made = write_bundle(open_runs(paths), out, updates=updates, buffer=_buffer_file(buffer))
-    console = Console()
-    console.print(f"{out}: {made.num_bytes / 1e6:.1f} MB in its files", highlight=False)
-    for name, (held, total) in made.updates.items():
-        line = f"  {name}: all metrics, trees of {held} of {total} updates and evaluations"
-        console.print(Text(plain(line)))
-    if updates is None and any(held < total for held, total in made.updates.values()):
-        console.print(
-            f"  at most {MOST_UPDATES} updates of a run, evenly spread; others with --updates",
-            style="dim",
-        )
-    for note in made.notes:
-        console.print(Text(plain(f"  damaged: {note}"), style="yellow"))
-    print("open index.html in it, from the folder or from any web server", flush=True)
-
-
-def _buffer_file(named: Path | None) -> Path | None:
-    if named is None:
-        return None
-    buffer = named.expanduser().resolve()
-    if not buffer.is_file():
-        raise SettingError(
-            f"--buffer {named}: there is no such file; expected a Step-Trace Buffer",
-            code="buffer-option-missing",
-        )
-    return buffer
-
-
-def view_pages(
-    paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None
-) -> None:
-    """Serves the pages until Ctrl-C, and prints where.
+def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool) -> None:
+    """Serves the pages until Ctrl-C, and prints their address.
 
     Raises:
         SettingError: the address is not free.
         CheckpointError: one of the paths is no run folder.
     """
-    # A buffer's encoder is loaded from this machine or not at all.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The text in a terminal needs no server.
     from treegraft.view.server import build_app
 
-    runs, token = open_runs(paths), secrets.token_urlsafe(16)
-    app = build_app(runs, host=host, buffer=_buffer_file(buffer), token=token)
+    token = secrets.token_urlsafe(16)
+    app = build_app(open_runs(paths), host=host, token=token)
     made = listen(host, port)
     address = f"{address_of(made)}{token}/"
 

@@ -27,7 +27,7 @@ COSTS_NOTE = (
 
 
 Row = tuple[str, list[float | None]]
-"""Update or cost, with one value for each run; None where it has none."""
+"""Update or cost, with one value for each run; None if it has none."""
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:

@@ -33,7 +33,8 @@ class Viewer:
         is_notebook = Console().is_jupyter
         token = secrets.token_urlsafe(16)
         app = build_app(open_runs(paths), token=token, is_framed=is_notebook)
-        listener, self._ended = listen("127.0.0.1", port), threading.Event()
+        listener = listen("127.0.0.1", port)
+        self._ended = threading.Event()
         self.url = f"{address_of(listener)}{token}/"
         self._thread = threading.Thread(
             target=lambda: serve(app, listener, grace_s=1, is_over=self._ended.is_set),

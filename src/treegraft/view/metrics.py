@@ -1,11 +1,9 @@
-"""The metrics of a run in columns: read as the file grows, in the background where much is new, and
-given out in parts that a page can hold."""
+"""The metrics of a run in columns: read as the file grows, and thinned to what a page can hold."""
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,14 +18,12 @@ from treegraft.runs.metrics import CALLS
 MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
 MAX_LINES = 1000
-"""Lines of one answer; of more lines, every so-and-so-many-th is given."""
-AXES = {"tokens": ("rollout/num_sampled_tokens",), "calls": CALLS, "cpu_s": ("time/cpu_s",)}
-"""Metrics whose sums so far may be the x axis of a chart, which is there where the first of them
-is; seconds by the clock are made of others."""
-_AT_ONCE = 4_000_000
-"""Bytes that are read while the page waits; more are read in the background."""
+"""Lines of one answer; of more lines, every so-and-so-many-th is sent."""
+AXES = {"tokens": ("rollout/num_sampled_tokens",), "calls": CALLS}
+"""Metrics whose sums so far may be the x axis of a chart, if the first of them was recorded;
+seconds by the clock are made of others."""
 _CHUNK = 1_000_000
-"""Bytes that are read before others may ask again."""
+"""Bytes that are read at once."""
 
 
 class MetricsTable:
@@ -41,56 +37,36 @@ class MetricsTable:
         self.num_damaged = 0
         """Lines that were left out."""
         self._lock = threading.Lock()
-        self._reader: threading.Thread | None = None
         # A metric's lines and its values there: most are missing in most lines of evaluations.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._read_to = self._size = 0
+        self._read_to = 0
 
-    def refresh(self, path: Path, *, waits: bool = False) -> float:
-        """Reads what is new; returns the share of the file that has been read, 0..1.
-
-        Args:
-            waits: reads all of it now, however much it is.
-        """
+    def refresh(self, path: Path) -> None:
+        """Reads what is new."""
         with self._lock:
-            self._size = path.stat().st_size if path.exists() else 0
-            if self._size < self._read_to:
-                self._columns, self._read_to = {}, 0
-                self.num_lines = self.num_damaged = 0
+            size = path.stat().st_size if path.exists() else 0
+            if size < self._read_to:
+                self._columns = {}
+                self._read_to = 0
+                self.num_lines = 0
+                self.num_damaged = 0
                 self.era += 1
-            is_much = self._size - self._read_to > _AT_ONCE and not waits
-            if is_much and self._reader is None:
-                # A daemon: Ctrl-C does not wait for it.
-                self._reader = threading.Thread(target=self._read, args=(path,), daemon=True)
-                self._reader.start()
-        if not is_much:
-            while self._read_chunk(path):
+            while self._read_to < size and self._read_chunk(path):
                 pass
-        return self._read_to / self._size if self._size else 1.0
-
-    def _read(self, path: Path) -> None:
-        with suppress(OSError):
-            while self._read_chunk(path):
-                # A lock is not fair: without a pause the pages would wait for the whole file.
-                time.sleep(0.001)
-        self._reader = None
 
     def _read_chunk(self, path: Path) -> bool:
         """Reads some whole lines; returns whether there were any."""
-        with self._lock:
-            if self._read_to >= self._size:
-                return False
-            with path.open("rb") as file:
-                file.seek(self._read_to)
-                data = file.read(_CHUNK)
-                # A line longer than a chunk is read to its end.
-                data += b"" if b"\n" in data else file.readline()
-            # A line that is being written is left for the next time.
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read_to += len(whole)
-            for raw in whole.splitlines():
-                self._add(raw)
-            return bool(whole)
+        with path.open("rb") as file:
+            file.seek(self._read_to)
+            data = file.read(_CHUNK)
+            # A line longer than a chunk is read to its end.
+            data += b"" if b"\n" in data else file.readline()
+        # A line that is being written is left for the next time.
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for raw in whole.splitlines():
+            self._add(raw)
+        return bool(whole)
 
     def _add(self, raw: bytes) -> None:
         """Adds a line; one without the number of its update is damaged, and left out."""
@@ -106,7 +82,7 @@ class MetricsTable:
                 if (column := self._columns.get(key)) is None:
                     column = self._columns[key] = (array("i"), array("d"))
                 column[0].append(self.num_lines)
-                # A float holds whole numbers up to 1e308 only.
+                # No float is a whole number above 1e308.
                 column[1].append(
                     math.inf if isinstance(value, int) and abs(value) > 1e308 else value
                 )
@@ -119,7 +95,7 @@ class MetricsTable:
 
     def axes(self, numbers: Sequence[int]) -> dict[str, list[float]]:
         """Returns for each axis that was recorded the sum up to and with each of these lines:
-        sampled tokens, executed tool calls, seconds by the clock (wall_s) and of the processor."""
+        sampled tokens, executed tool calls, and seconds by the clock (wall_s)."""
         with self._lock:
             sums: dict[str, np.ndarray] = {
                 axis: sum(map(self._dense, keys), np.zeros(self.num_lines))
@@ -127,7 +103,8 @@ class MetricsTable:
                 if keys[0] in self._columns
             }
             if {"time/update_s", "time/eval_s"} & self._columns.keys():
-                update, evaluated = self._dense("time/update_s"), self._dense("time/eval_s")
+                update = self._dense("time/update_s")
+                evaluated = self._dense("time/eval_s")
                 # The seconds of an update hold those of its evaluation; line 0 has no update.
                 sums["wall_s"] = np.where(update > 0, update, evaluated)
                 sums["wall_s"] += self._dense("time/warmup_s")
@@ -199,7 +176,9 @@ def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]
     Of two lines of one update (a run that was resumed) the later one counts.
     """
     by_update: dict[int, dict[str, float]] = {}
-    notes, repeated, unusable = list[str](), list[int](), list[str]()
+    notes: list[str] = []
+    repeated: list[int] = []
+    unusable: list[str] = []
     for line in raw:
         update = line.get("update")
         if not isinstance(update, int | float):
@@ -219,7 +198,7 @@ def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]
         by_update[int(update)] = numbers
     if repeated:
         notes.append(
-            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
+            f"{len(repeated)} updates occur twice in metrics.jsonl (first: {repeated[0]}); the"
             " later lines count"
         )
     if unusable:

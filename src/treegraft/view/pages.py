@@ -16,8 +16,14 @@ from treegraft.runs.tree_json import step_to_dict
 from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (
-    *("id", "parent", "depth", "content", "cause", "decision", "stop_reason", "violation"),
-    *("policy_version", "temperature", "entropy_kind"),
+    "id",
+    "parent",
+    "depth",
+    "content",
+    "cause",
+    "decision",
+    "violation",
+    "policy_version",
 )
 
 
@@ -81,8 +87,6 @@ def summarise(tree: Tree) -> dict[str, Any]:
     leaves = [_leaf_row(path) for path in paths]
     rewards = [leaf.reward for leaf in tree.leaves if leaf.reward is not None]
     return {
-        "group_id": tree.group_id,
-        "task_id": tree.task.id,
         "question": tree.task.question,
         "category": tree.task.category,
         "num_leaves": len(leaves),
@@ -97,7 +101,6 @@ def summarise(tree: Tree) -> dict[str, Any]:
         "num_branches": _num_branches(tree.steps),
         "num_errors": _num_errors(tree.steps),
         "statuses": dict(Counter(str(leaf.status) for leaf in tree.leaves)),
-        "best": best_leaf(paths),
         "leaves": leaves,
     }
 
@@ -118,7 +121,8 @@ def _advantage_below(leaves: Sequence[Leaf], step_id: str) -> float | None:
 
 def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
     data = step_to_dict(step)
-    entropies, ratios = data["entropies"], data["ratios"]
+    entropies = data["entropies"]
+    ratios = data["ratios"]
     num_loss = step.num_loss_tokens
     is_hard = step.advantage is not None
     # Numbers in place of tokens: a large tree would be a page of many megabytes.
@@ -151,65 +155,51 @@ def spell_unread(
             row["wrote"] = decode(step.token_ids.tolist())
 
 
-def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Number and mean reward of the leaves with and without something."""
-    found: dict[str, Any] = {}
-    scored = [leaf for leaf in leaves if leaf["reward"] is not None]
-    for key, has in (("with", True), ("without", False)):
-        rewards = [leaf["reward"] for leaf in scored if bool(leaf[name]) is has]
-        found[key] = {"num": len(rewards), "reward": fmean(rewards) if rewards else None}
-    return found
-
-
 def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
     for each graft its effect and its peers.
 
     Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
-    compared (see `entropy_changes`), None elsewhere; `config` holds the run's settings. A leaf's
+    compared (see `entropy_changes`), None elsewhere; `config` are the run's settings. A leaf's
     `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
     policy's last step before the graft and its first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
     # Step id -> mean entropy in nats, of the steps with sampled tokens.
     entropy = {step.id: fmean(values) for step in tree.steps if (values := step.sampled_entropies)}
-    numbers, changes = content_numbers(tree), entropy_changes(tree, config or {})
-    steps = [
-        _drawn_step(step, tree.leaves)
-        | {"content_number": numbers[step.id], "entropy_change": changes.get(step.id)}
-        for step in tree.steps
-    ]
+    numbers = content_numbers(tree)
+    changes = entropy_changes(tree, config or {})
+    steps = []
+    for step in tree.steps:
+        row = _drawn_step(step, tree.leaves)
+        row["content_number"] = numbers[step.id]
+        row["entropy_change"] = changes.get(step.id)
+        steps.append(row)
     leaves = []
     for path in paths:
         effects = {}
         for place, step in enumerate(path.steps):
-            before, after = _around(path, place, entropy) if _is_graft(step) else (None, None)
-            if before is not None and after is not None:
-                effects[step.id] = [entropy[path.steps[n].id] for n in (before, after)]
+            if _is_graft(step) and (around := _around(path, place, entropy)):
+                effects[step.id] = around
         leaves.append(asdict(path.leaf) | _leaf_row(path) | {"effects": effects})
     return {
-        "group_id": tree.group_id,
         "task": asdict(tree.task),
-        "budget": asdict(tree.budget),
         "steps": steps,
         "leaves": leaves,
         "best": best_leaf(paths),
         "peers": _graft_peers(paths, entropy),
-        "grafted": _contrast(leaves, "num_grafts"),
-        "branched": _contrast(leaves, "num_branches"),
     }
 
 
 # ---------------------------------------------------------------------- what a graft changed
 
 
-def _around(
-    path: Trajectory, place: int, entropy: Mapping[str, float]
-) -> tuple[int | None, int | None]:
-    """The depths of the policy's last step before a place of a path and of its first after it."""
-    sampled = [n for n, step in enumerate(path.steps) if step.id in entropy]
-    before, after = [n for n in sampled if n < place], [n for n in sampled if n > place]
-    return before[-1] if before else None, after[0] if after else None
+def _around(path: Trajectory, place: int, entropy: Mapping[str, float]) -> list[float]:
+    """The mean entropies of the policy's last step before a place of a path and of its first after
+    it; empty without both."""
+    before = [entropy[step.id] for step in path.steps[:place] if step.id in entropy]
+    after = [entropy[step.id] for step in path.steps[place + 1 :] if step.id in entropy]
+    return [before[-1], after[0]] if before and after else []
 
 
 def _action(step: Step) -> tuple[object, ...]:
@@ -218,77 +208,45 @@ def _action(step: Step) -> tuple[object, ...]:
     return calls, step.content.answer
 
 
-def _drift(
-    ungrafted: Sequence[Trajectory], before: int, after: int, entropy: Mapping[str, float]
-) -> dict[str, Any]:
-    """The policy's mean entropy at two depths of the paths without a graft."""
-    # By the later step: one that several leaves share counts once.
-    pairs = {
-        path.steps[after].id: path.steps[before].id
-        for path in ungrafted
-        if len(path.steps) > after
-        and path.steps[before].id in entropy
-        and path.steps[after].id in entropy
-    }
-    return {
-        "num": len(pairs),
-        "before": fmean(entropy[one] for one in pairs.values()) if pairs else None,
-        "after": fmean(entropy[one] for one in pairs) if pairs else None,
-    }
-
-
 def _graft_peers(
     paths: Sequence[Trajectory], entropy: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each graft the steps beside it in its group: a graft alone does not show its
-    effect.
+    """Returns for each graft its peers, the policy's steps in its place: a graft alone says nothing
+    of its effect.
 
     By the graft's id:
         num: steps that the policy wrote at its depth after the same calls and results.
         num_same: those of them with the same calls and answer as the graft.
         rewards: of the leaves below those, without a graft on their path.
-        drift: mean entropies (nats) at the depths of the policy's steps before and after the
-            graft, on paths without a graft that come so far, and the number of those steps; None
-            where no step of the policy follows the graft.
     """
-    histories = [
-        [
-            (_action(step), tuple(seen.text for seen in step.content.observations))
-            for step in path.steps[1:]
-        ]
-        for path in paths
-    ]
-    ungrafted = [path for path in paths if not any(map(_is_graft, path.steps))]
+    histories = []
+    for path in paths:
+        history = []
+        for step in path.steps[1:]:
+            history.append((_action(step), tuple(seen.text for seen in step.content.observations)))
+        histories.append(history)
     found: dict[str, dict[str, Any]] = {}
     for path, history in zip(paths, histories, strict=True):
         for place, step in enumerate(path.steps):
             if not _is_graft(step) or step.id in found:
                 continue
-            # A history leaves the prompt out: before step `place` stand its first place - 1
-            # entries.
-            above = history[: place - 1]
-            peers = {
-                other.steps[place].id: other.steps[place]
-                for other, known in zip(paths, histories, strict=True)
-                if len(other.steps) > place
-                and other.steps[place].id in entropy
-                and known[: place - 1] == above
-            }
-            same = {one for one, peer in peers.items() if _action(peer) == _action(step)}
-            before, after = _around(path, place, entropy)
+            peers: dict[str, Step] = {}
+            rewards = []
+            for other, known in zip(paths, histories, strict=True):
+                # A history has no prompt: its first place - 1 entries come before step `place`.
+                if len(other.steps) <= place or known[: place - 1] != history[: place - 1]:
+                    continue
+                peer = other.steps[place]
+                if peer.id not in entropy:
+                    continue
+                peers[peer.id] = peer
+                is_same = _action(peer) == _action(step)
+                if is_same and other.reward is not None and not any(map(_is_graft, other.steps)):
+                    rewards.append(other.reward)
             found[step.id] = {
                 "num": len(peers),
-                "num_same": len(same),
-                "rewards": [
-                    other.reward
-                    for other in ungrafted
-                    if len(other.steps) > place
-                    and other.steps[place].id in same
-                    and other.reward is not None
-                ],
-                "drift": None
-                if before is None or after is None
-                else _drift(ungrafted, before, after, entropy),
+                "num_same": sum(_action(peer) == _action(step) for peer in peers.values()),
+                "rewards": rewards,
             }
     return found
 
@@ -298,7 +256,7 @@ def _graft_peers(
 
 def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     """Returns the steps of a path with their tokens' columns; scores are of sampled tokens only,
-    None where not recorded."""
+    None if not recorded."""
     found = []
     for step in path.steps:
         data = step_to_dict(step)
@@ -346,11 +304,11 @@ def page_warnings(
                 "name": one.name,
                 "rule": one.rule.name,
                 "text": one.text,
-                "is_new": one.name not in stood,
+                "is_new": one.name not in earlier,
             }
             for one in warnings
         ]
-        for warnings, stood in zip(found, names, strict=True)
+        for warnings, earlier in zip(found, names, strict=True)
     ]
 
 

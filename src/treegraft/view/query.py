@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.core.errors import DataError
-from treegraft.core.types import GraftCause, Tree
+from treegraft.core.types import Tree
 from treegraft.runs.tree_files import TreePart
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.pages import summarise, texts
@@ -28,14 +27,9 @@ class Filter:
     """Conditions on trees; one leaf must meet all conditions on leaves. None and "" set none."""
 
     text: str = ""
-    """Occurs, in upper or lower case, in a question, thought, call, result, answer or error."""
+    """A text, in upper or lower case, of a question, thought, call, result, answer or error."""
     status: str = ""
     """How a leaf ended."""
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_tokens: int | None = None
-    """Length of a leaf's path in tokens."""
-    max_tokens: int | None = None
     has_error: bool | None = None
     """A tool call of the agent failed."""
     has_graft: bool | None = None
@@ -45,25 +39,17 @@ class Filter:
 
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
-        reward, tokens = leaf["reward"], leaf["num_tokens"]
-        limits = ((self.min_reward, reward, operator.le), (self.max_reward, reward, operator.ge))
-        lengths = ((self.min_tokens, tokens, operator.le), (self.max_tokens, tokens, operator.ge))
-        wanted = (
-            (self.has_error, leaf["num_errors"]),
-            (self.has_graft, leaf["num_grafts"]),
-            (self.has_branch, leaf["num_branches"]),
-        )
-        return (
-            (not self.status or leaf["status"] == self.status)
-            and all(
-                limit is None or (value is not None and holds(limit, value))
-                for limit, value, holds in (*limits, *lengths)
-            )
-            and all(flag is None or bool(count) is flag for flag, count in wanted)
-        )
+        if self.status and leaf["status"] != self.status:
+            return False
+        wanted = {
+            "num_errors": self.has_error,
+            "num_grafts": self.has_graft,
+            "num_branches": self.has_branch,
+        }
+        return all(flag is None or bool(leaf[name]) is flag for name, flag in wanted.items())
 
     def of_group(self, group: dict[str, Any]) -> list[int]:
-        """Returns the leaves that match, none where the group does not."""
+        """Returns the leaves that match, none if the group does not."""
         is_mixed = group["reward_min"] != group["reward_max"]
         if self.is_mixed is not None and is_mixed is not self.is_mixed:
             return []
@@ -71,8 +57,8 @@ class Filter:
 
 
 def _snippet(tree: Tree, text: str) -> str | None:
-    """Returns a lower-case text with its surroundings where it occurs first; None where it does
-    not."""
+    """Returns a lower-case text with its surroundings at its first occurrence; None without
+    one."""
     for one in texts(tree):
         place = one.lower().find(text)
         if place >= 0:
@@ -84,15 +70,16 @@ def _snippet(tree: Tree, text: str) -> str | None:
 def _candidates(
     run: RunReader, wanted: Filter, file: TreePart, first: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yields the number of each tree of a file with its summary, None where it does not match."""
+    """Yields the number of each tree of a file with its summary, None if its text does not
+    match."""
     # Without a text the summaries decide, which stay in memory.
     if not wanted.text:
-        for group in run.groups(file.name)[first:]:
+        for group in run.groups_of(file)[first:]:
             yield int(group["n"]), group
         return
     text = wanted.text.lower()
     escaped = json.dumps(text)[1:-1].encode()
-    for number, line in run.raw_lines(file.name, first):
+    for number, line in file.lines(first):
         found = None
         # Bytes tell without parsing that a line does not have the text. Letters beyond ASCII change
         # their case in ways that bytes do not follow; for those each line is parsed.
@@ -110,7 +97,7 @@ def find(
     """Returns the trees that match, and the cursor of the next part.
 
     Args:
-        file: searches this file alone, in its order; empty for all, newest first.
+        file: the only file to search, in its order; empty for all, newest first.
         cursor: "FILE:NUMBER" of an earlier answer.
         kinds: "update", "eval" or "all" files.
 
@@ -130,10 +117,12 @@ def find(
         ]
     name, _, number = cursor.partition(":")
     names = [one.name for one in files]
-    # A cursor whose file a resume has cut away begins anew.
+    # The search begins again if a resume has cut away the cursor's file.
     place = names.index(name) if name in names else 0
     first = int(number) if name in names and re.fullmatch("[0-9]{1,12}", number) else 0
-    began, groups, damaged = time.monotonic(), list[dict[str, Any]](), list[str]()
+    began = time.monotonic()
+    groups: list[dict[str, Any]] = []
+    damaged: list[str] = []
     found = {"groups": groups, "damaged": damaged, "num_files": len(files)}
     for index in range(place, len(files)):
         try:
@@ -151,51 +140,3 @@ def find(
             damaged.append(str(error))
         first = 0
     return {**found, "cursor": None, "num_seen": len(files)}
-
-
-def task_history(run: RunReader, task_id: str) -> list[dict[str, Any]]:
-    """Returns the summaries of all trees of a task, in order of updates."""
-    return [
-        summarise(run.tree(file.name, n)) | {"file": file.name, "n": n}
-        for file, n in run.with_task(task_id)
-    ]
-
-
-def grafts_of(run: RunReader, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
-    """Returns the grafts of a trace of the buffer: file, tree, step and the leaves below, newest
-    first, in parts."""
-    needle = json.dumps(content_hash).encode()
-    names = [one.name for one in reversed(run.files())]
-    place = names.index(cursor) if cursor in names else 0
-    began, found = time.monotonic(), list[dict[str, Any]]()
-    for number_of_file, name in enumerate(names[place:]):
-        # One file at least, so that every answer comes further than the last.
-        if number_of_file and (time.monotonic() - began > BUDGET_S or len(found) >= MAX_FOUND):
-            return {"grafts": found, "cursor": name}
-        for number, line in run.raw_lines(name):
-            if needle in line:  # parsing costs a hundred times as much
-                tree = parse_tree(line, f"'{name}', line {number + 1}")
-                found += places_of(tree, content_hash, name, number)
-    return {"grafts": found, "cursor": None}
-
-
-def places_of(tree: Tree, content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yields where a trace was grafted into a tree: the step, and the leaves below with their
-    rewards."""
-    for step in tree.steps:
-        if not isinstance(step.cause, GraftCause) or step.cause.content_hash != content_hash:
-            continue
-        below = [
-            (n, leaf.reward)
-            for n, leaf in enumerate(tree.leaves)
-            if f"{leaf.step_id}.".startswith(f"{step.id}.")
-        ]
-        yield {
-            "file": file,
-            "n": number,
-            "step": step.id,
-            "question": tree.task.question,
-            "similarity": step.cause.similarity,
-            "leaves": [n for n, _ in below],
-            "rewards": [reward for _, reward in below],
-        }

@@ -1,22 +1,21 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
-Nothing is parsed before it is asked for. Opening a run lists its updates; a page of one reads its
+Nothing is parsed before it is needed. Opening a run lists its updates; a page of one reads its
 trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
 summaries of the last few updates stay in memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import leads_outside, parse_json, read_inside
@@ -24,16 +23,16 @@ from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.roles import roles_line
 from treegraft.runs.tree_files import TreePart, files_in, in_order, parts_of
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import draw, spell_unread, summarise
 from treegraft.view.tokens import TokenTexts
 
-T = TypeVar("T")
+_FileState = tuple[Path, int, int]
+"""A file with its time and size, which differ once it has changed."""
 LAST = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
-"""Metrics whose last values stand in the list of runs."""
+"""Metrics whose last values the list of runs has."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _LOOK_S = 5.0
@@ -54,15 +53,14 @@ class RunReader:
         self.path = path.resolve()
         self.name = name or self.path.name
         self.tokens = TokenTexts(self.path)
-        """The texts of its tokens, where it has a checkpoint."""
-        self._lock = threading.Lock()
+        """The texts of its tokens, if it has a checkpoint."""
         self._metrics = MetricsTable()
         self._state: tuple[Any, dict[str, Any]] | None = None
-        self._listed: tuple[set[Any], dict[str, TreePart]] = (set(), {})
-        self._parts: dict[tuple[Path, int, int], list[TreePart]] = {}
-        self._sizes: OrderedDict[Any, int] = OrderedDict()
-        self._summaries: OrderedDict[Any, list[dict[str, Any]]] = OrderedDict()
-        self._trees: OrderedDict[Any, Tree] = OrderedDict()
+        # The parts of each file of trees, and all of them by name.
+        self._listing: tuple[dict[_FileState, list[TreePart]], dict[str, TreePart]] = ({}, {})
+        # The page of a tree asks for one leaf after another.
+        self._read_tree = lru_cache(_KEPT_TREES)(_read_tree)
+        self._read_groups = lru_cache(_KEPT_FILES)(_read_groups)
 
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings.
@@ -86,7 +84,7 @@ class RunReader:
         return found
 
     def setting(self, table: str, name: str) -> int | None:
-        """Returns a whole number among the settings; None where there is none."""
+        """Returns a whole number among the settings; None if there is none."""
         found = self.config().get(table, {}).get(name)
         return found if isinstance(found, int) and abs(found) <= MAX_COUNT else None
 
@@ -94,28 +92,28 @@ class RunReader:
         path = self.path / name
         if leads_outside(path, self.path):
             raise DataError(
-                f"'{path}' is a link that leads out of the run folder; such files are not shown",
+                f"'{path}' is a link that leads out of the run folder; such files are not read",
                 code="link-leads-out",
             )
         return path
 
     # ------------------------------------------------------------------ metrics
 
-    def table(self, *, waits: bool = False) -> tuple[MetricsTable, float]:
-        """Returns the metrics so far, and the share of their file that has been read; `waits` reads
-        all of it first."""
-        return self._metrics, self._metrics.refresh(self._inside("metrics.jsonl"), waits=waits)
+    def table(self) -> MetricsTable:
+        """Returns the metrics so far."""
+        self._metrics.refresh(self._inside("metrics.jsonl"))
+        return self._metrics
 
     def metrics(self) -> tuple[int, list[dict[str, Any]]]:
         """Returns the era and all whole lines of metrics.jsonl so far."""
-        table, _ = self.table(waits=True)
+        table = self.table()
         return table.era, table.lines(range(table.num_lines))
 
     def clean_metrics(self) -> tuple[list[dict[str, float]], list[str]]:
         """Returns one line of numbers an update, in order, and notes on what was left out of
         metrics.jsonl."""
         lines, notes = clean_lines(self.metrics()[1])
-        if num_damaged := self.table()[0].num_damaged:
+        if num_damaged := self._metrics.num_damaged:
             notes.append(f"damaged lines of metrics.jsonl were left out: {num_damaged}")
         return lines, notes
 
@@ -126,8 +124,7 @@ class RunReader:
 
     @staticmethod
     def beside(path: Path) -> str:
-        """Returns a sentence that names the runs where `path` was looked for; "" where there are
-        none."""
+        """Returns a sentence that names the runs in the folder of `path`; "" if there are none."""
         return runs_beside(path)
 
     @staticmethod
@@ -137,7 +134,7 @@ class RunReader:
         return meaning(key)
 
     def latest_checkpoint(self) -> Path | None:
-        """Returns the newest checkpoint, None where there is none yet."""
+        """Returns the newest checkpoint, None if there is none yet."""
         return latest_checkpoint(self.folder.checkpoints_dir)
 
     def state(self) -> dict[str, Any]:
@@ -149,13 +146,14 @@ class RunReader:
         if self._state and self._state[0] == key and not self._state[1]["is_live"]:
             return self._state[1]
         state = self._read_state(metrics)
-        self._state = (key, state) if state["read_frac"] == 1.0 else None
+        self._state = (key, state)
         return state
 
     def _read_state(self, metrics: Path) -> dict[str, Any]:
-        (table, read_frac), newest = self.table(), 0
+        table = self.table()
+        newest = 0
         with suppress(OSError):  # a resume has just cut one away
-            # Their heads are not read: a list of runs asks each run again and again.
+            # Their heads are not read: a list of runs polls each run.
             for path in filter(Path.exists, [metrics, *self._tree_files()]):
                 newest = max(newest, path.stat().st_mtime_ns)
         total = self.setting("run", "num_updates") or 0
@@ -169,20 +167,18 @@ class RunReader:
         return {
             "era": table.era,
             "num_lines": table.num_lines,
-            "read_frac": read_frac,
             "newest": newest,
             "update": done,
             "num_updates": total,
             "is_over": is_over,
             "is_live": is_live,
-            "roles": roles_line(self.path / "roles.json") if is_live else "",
             "last": table.last(LAST),
             "sums": {axis: values[0] for axis, values in sums.items()},
             **self._named_by(),
         }
 
     def _named_by(self) -> dict[str, str]:
-        """The settings by which a list of runs tells them apart, as text."""
+        """The settings that distinguish runs in a list, as text."""
         config = self.config()
         explorers = config.get("explore", {}).get("explorers")
         return {
@@ -199,26 +195,26 @@ class RunReader:
 
     def files(self) -> list[TreePart]:
         """Returns the updates and evaluations whose trees are recorded, in order."""
-        found = dict[tuple[Path, int, int], list[TreePart]]()
+        return [*self._listed().values()]
+
+    def _listed(self) -> dict[str, TreePart]:
+        known, listed = self._listing
+        found: dict[_FileState, list[TreePart]] = {}
         for path in self._tree_files():
             try:
                 stat = path.stat()
                 key = (path, stat.st_mtime_ns, stat.st_size)
-                found[key] = self._parts[key] if key in self._parts else parts_of(path, self.path)
+                found[key] = known[key] if key in known else parts_of(path, self.path)
             except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
-        if self._listed[0] != found.keys():
+        if known.keys() != found.keys():
             ordered = in_order(chain.from_iterable(found.values()))
-            self._listed = ({*found}, {part.name: part for part in ordered})
-        self._parts = found
-        return [*self._listed[1].values()]
+            listed = {part.name: part for part in ordered}
+            self._listing = (found, listed)
+        return listed
 
     def _part(self, name: str) -> TreePart:
-        part = self._listed[1].get(name)
-        # One file tells more quickly than all of them whether the list still holds.
-        if part is None or not self._is_as_listed(part):
-            self.files()
-            part = self._listed[1].get(name)
+        part = self._listed().get(name)
         if part is None:
             raise DataError(
                 f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
@@ -227,53 +223,28 @@ class RunReader:
             )
         return part
 
-    def _is_as_listed(self, part: TreePart) -> bool:
-        try:
-            stat = part.path.stat()
-        except OSError:
-            return False
-        return (part.path, stat.st_mtime_ns, stat.st_size) in self._parts
-
-    def _kept(self, key: Any, kept: OrderedDict[Any, T], read: Callable[[], T], most: int) -> T:
-        """What was read of an update, read again when that has changed."""
-        with self._lock:
-            if key in kept:
-                kept.move_to_end(key)
-                return kept[key]
-        # Read without the lock: a large file must not stop the answers to other pages.
-        found = read()
-        with self._lock:
-            kept[key] = found
-            while len(kept) > most:
-                kept.popitem(last=False)
-        return found
-
     def num_trees(self, name: str) -> int:
         """Returns the number of trees of an update or evaluation."""
-        part = self._part(name)
-        return self._kept(part.key, self._sizes, lambda: len(part.places()), _KEPT_FILES)
+        return len(self._part(name).places())
 
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
         part = self._part(name)
-        if not 0 <= number < (total := self.num_trees(name)):
+        if not 0 <= number < (total := len(part.places())):
             raise DataError(
-                f"'{name}' of run '{self.name}' holds {total} trees; there is no number"
+                f"'{name}' of run '{self.name}' has {total} trees; there is no number"
                 f" {number}, expected 0 to {total - 1}",
                 code="no-such-tree",
             )
-
-        def read() -> Tree:
-            ((_, line),) = part.lines(number, 1)
-            return parse_tree(line, f"'{name}', line {number + 1}")
-
-        # The page of a tree asks for one leaf after another.
-        return self._kept((part.key, number), self._trees, read, _KEPT_TREES)
+        return self._read_tree(part.key, number)
 
     def drawn(self, name: str, number: int) -> dict[str, Any]:
         """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
-        for each graft its effect and its peers. Raises DataError: there is none, or it is
-        damaged."""
+        for each graft its effect and its peers.
+
+        Raises:
+            DataError: there is none, or it is damaged.
+        """
         tree = self.tree(name, number)
         try:
             config = self.config()
@@ -300,31 +271,26 @@ class RunReader:
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of an update or evaluation, in order."""
-        part = self._part(name)
+        return self.groups_of(self._part(name))
 
-        def read() -> list[dict[str, Any]]:
-            return [
-                summarise(parse_tree(line, f"'{name}', line {number + 1}"))
-                | {"file": name, "n": number}
-                for number, line in part.lines()
-            ]
+    def groups_of(self, part: TreePart) -> list[dict[str, Any]]:
+        """Returns the same for a part that `files` listed."""
+        return self._read_groups(part.key)
 
-        return self._kept(part.key, self._summaries, read, _KEPT_FILES)
 
-    def raw_lines(self, name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yields the texts of trees with their numbers, from `first` on."""
-        yield from self._part(name).lines(first)
+def _read_tree(key: tuple[TreePart, int], number: int) -> Tree:
+    part, _ = key
+    ((_, line),) = part.lines(number, 1)
+    return parse_tree(line, f"'{part.name}', line {number + 1}")
 
-    def with_task(self, task_id: str) -> list[tuple[TreePart, int]]:
-        """Returns every tree of a task: its file and number, in order of updates."""
-        needle = json.dumps(task_id).encode()
-        return [
-            (part, number)
-            for part in self.files()
-            if not part.checksum or needle in part.index
-            for number, place in enumerate(part.places())
-            if place[0] == task_id
-        ]
+
+def _read_groups(key: tuple[TreePart, int]) -> list[dict[str, Any]]:
+    part, _ = key
+    found = []
+    for number, line in part.lines():
+        tree = parse_tree(line, f"'{part.name}', line {number + 1}")
+        found.append(summarise(tree) | {"file": part.name, "n": number})
+    return found
 
 
 class RunSet(Mapping[str, RunReader]):
@@ -362,7 +328,7 @@ class RunSet(Mapping[str, RunReader]):
             self._looked = time.monotonic()
 
     def folder_of(self, name: str) -> str:
-        """Returns the folder of a run below the folder that was named; "" where it lies directly
+        """Returns the folder of a run below the folder that was named; "" if it is directly
         in it, and for a run that was named itself."""
         path = self._runs[name].path.parent
         for home in self._homes:
@@ -378,7 +344,7 @@ class RunSet(Mapping[str, RunReader]):
             if "config.json" in files and _is_run(path):
                 self._add(path)
                 found += 1
-            # A run holds no other runs, and its checkpoints are folders with a config.json too.
+            # A run contains no other runs, and its checkpoints are folders with a config.json too.
             if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
                 below.clear()
             below[:] = sorted(name for name in below if not name.startswith("."))
@@ -404,8 +370,8 @@ class RunSet(Mapping[str, RunReader]):
 
 
 def _is_run(path: Path) -> bool:
-    # The config.json of a model lies in a folder without metrics or trees; that of a run which has
-    # just begun holds the settings of runs.
+    # The folder of a model has a config.json too. A run that has just begun has neither metrics nor
+    # trees, but its config.json has settings of runs.
     if (path / "metrics.jsonl").exists() or (path / "trees").is_dir():
         return (path / "config.json").exists()
     try:

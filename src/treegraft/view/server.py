@@ -31,10 +31,9 @@ from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
 from treegraft.settings.recipe import flatten
-from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import explanations, page_warnings, path_tokens
-from treegraft.view.query import Filter, find, grafts_of, task_history
+from treegraft.view.query import Filter, find
 from treegraft.view.runs import RunReader, RunSet
 
 _log = logging.getLogger(__name__)
@@ -57,19 +56,29 @@ MAX_ANSWER = 64 << 20
 """Bytes of an answer."""
 MOST_PLAIN = 20_000
 """Bytes from which an answer is compressed for browsers that take it so."""
-_MAX_DIGITS = 40
-"""Characters of a number that are read: Python's own limit raises another error."""
 DAMAGE = (
-    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError),
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
     ValueError,
 )
 """Errors that reading a damaged file may raise."""
 _NO_STATE: dict[str, Any] = {
-    **dict.fromkeys(("era", "num_lines", "read_frac", "newest"), 0),
-    **dict.fromkeys(("update", "num_updates", "is_over", "is_live"), 0),
+    "era": 0,
+    "num_lines": 0,
+    "newest": 0,
+    "update": 0,
+    "num_updates": 0,
+    "is_over": False,
+    "is_live": False,
     "last": {},
     "sums": {},
-    **dict.fromkeys(("roles", "explorers", "model", "seed"), ""),
+    "explorers": "",
+    "model": "",
+    "seed": "",
 }
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -85,7 +94,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, is_framed: bool = False) -> None:
         """Args: is_framed: pages of this machine, such as a notebook, may show it in a frame."""
-        self._app, self._headers = app, dict(HEADERS)
+        self._app = app
+        self._headers = dict(HEADERS)
         if is_framed:
             policy = CONTENT_SECURITY_POLICY.replace("frame-ancestors 'none'", _OWN_FRAMES)
             self._headers["content-security-policy"] = policy
@@ -117,7 +127,8 @@ class Entry:
     it. There is no cookie, which a browser would send to every port of this machine."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token.encode()
+        self._app = app
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -126,7 +137,8 @@ class Entry:
         first, slash, rest = scope["path"].removeprefix("/").partition("/")
         answer: ASGIApp
         if slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._token):
-            answer, scope = self._app, {**scope, "path": f"/{rest}"}
+            answer = self._app
+            scope = {**scope, "path": f"/{rest}"}
         else:
             error = "refused: open the address that the viewer printed at its start, token included"
             answer = _json({"error": error}, 403)
@@ -134,7 +146,7 @@ class Entry:
 
 
 def _finite(value: Any) -> Any:
-    # JSON has no NaN and no infinity; a loss that diverged is shown as text.
+    # JSON has no NaN and no infinity; a loss that diverged becomes text.
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -143,8 +155,8 @@ def _finite(value: Any) -> Any:
 
 
 def json_bytes(data: Any) -> bytes:
-    """Returns data as JSON that a browser reads, whatever a damaged record holds."""
-    # Numbers that are not finite are rare: the walk through all data is made only where one is.
+    """Returns data as JSON that a browser reads, whatever a damaged record contains."""
+    # Numbers that are not finite are rare: only with one of them all data are walked through.
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode()
@@ -181,30 +193,21 @@ def _page(request: Request) -> Response:
     return Response(body, media_type=kind)
 
 
-def _number(request: Request, name: str) -> float | None:
-    text = request.query_params.get(name, "").strip()
-    try:
-        return float(text[:_MAX_DIGITS]) if text else None
-    except ValueError as error:
-        raise SettingError(
-            f"{name}: got '{text:.40}', expected a number", code="no-number"
-        ) from error
-
-
 def _flag(request: Request, name: str) -> bool | None:
     return {"1": True, "0": False}.get(request.query_params.get(name, ""))
 
 
 def _whole(request: Request, name: str) -> int | None:
-    value = _number(request, name)
-    if value is None:
+    text = request.query_params.get(name, "").strip()
+    if not text:
         return None
-    if not 0 <= value <= MAX_COUNT:  # NaN neither
+    # Digits beyond those of MAX_COUNT are not read: Python's own limit raises another error.
+    if not re.fullmatch("[0-9]{1,13}", text) or int(text) > MAX_COUNT:
         raise SettingError(
-            f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}",
+            f"{name}: got '{text:.40}', expected a whole number from 0 to {MAX_COUNT}",
             code="number-out-of-range",
         )
-    return int(value)
+    return int(text)
 
 
 def _state(run: RunReader) -> dict[str, Any]:
@@ -220,10 +223,8 @@ class Api:
 
     # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
-    def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
+    def __init__(self, runs: RunSet) -> None:
         self._runs = runs
-        # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
-        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
 
     def _run(self, request: Request) -> RunReader:
         name = request.path_params["run"]
@@ -237,7 +238,7 @@ class Api:
         return self._runs[name]
 
     def _tree(self, request: Request) -> tuple[RunReader, str, int]:
-        """The run, the file and the number of the tree that is asked for."""
+        """The run, the file and the number of the requested tree."""
         number = request.path_params["n"]
         if not re.fullmatch("[0-9]{1,12}", number):
             raise DataError(
@@ -255,7 +256,7 @@ class Api:
         ]
 
     def run(self, request: Request) -> Any:
-        """One run: its settings, its files of trees, and whether texts can be shown."""
+        """One run: its settings, its files of trees, and whether it has texts of tokens."""
         run = self._run(request)
         files = [
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
@@ -272,10 +273,10 @@ class Api:
         }
 
     def metrics(self, request: Request) -> Any:
-        """Metrics from line `first` on, with warnings; all of them where the era is another, and
-        where they are too many for one page, which then gets every stride-th."""
+        """Metrics from line `first` on, with warnings; all of them if the era is another, and if
+        they are too many for one page, which then gets every stride-th."""
         run = self._run(request)
-        table, read_frac = run.table()
+        table = run.table()
         numbers, stride = table.chosen()
         first = _whole(request, "first") or 0
         # After a resume the lines that the page has may no longer hold.
@@ -283,11 +284,11 @@ class Api:
             first = 0
         lines = table.lines(numbers[first:])
         found = [recorded(line) for line in lines]
-        # The line before each is needed where a warning may begin.
+        # The line before each tells whether a warning begins.
         warned = [number for number, some in zip(numbers[first:], found, strict=True) if some]
         earlier = dict(zip(warned, table.lines([max(0, n - 1) for n in warned]), strict=True))
         before = [recorded(earlier[n]) if n in earlier and n else [] for n in numbers[first:]]
-        # The trees tell how many tasks were held out; a source may have fewer than asked.
+        # The trees say how many tasks were held out; a source may have fewer than the settings.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
         every = dict.fromkeys(table.names(), 0.0)
@@ -295,7 +296,6 @@ class Api:
             "era": table.era,
             "first": first,
             "stride": stride,
-            "read_frac": read_frac,
             "axes": table.axes(numbers[first:]),
             "lines": [
                 line | {"warnings": some}
@@ -329,46 +329,26 @@ class Api:
         wanted = Filter(
             text=asked.get("q", "")[:500],
             status=asked.get("status", ""),
-            min_reward=_number(request, "min_reward"),
-            max_reward=_number(request, "max_reward"),
-            min_tokens=_whole(request, "min_tokens"),
-            max_tokens=_whole(request, "max_tokens"),
             has_error=_flag(request, "error"),
             has_graft=_flag(request, "graft"),
             has_branch=_flag(request, "branch"),
             is_mixed=_flag(request, "mixed"),
         )
-        where = {"file": asked.get("file", ""), "cursor": asked.get("cursor", "")}
-        return find(self._run(request), wanted, **where, kinds=asked.get("kinds", "update"))
+        return find(
+            self._run(request),
+            wanted,
+            file=asked.get("file", ""),
+            cursor=asked.get("cursor", ""),
+            kinds=asked.get("kinds", "update"),
+        )
 
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
-        drawn = run.drawn(name, number) | {
-            "file": name,
-            "n": number,
+        return run.drawn(name, number) | {
             "num_trees": run.num_trees(name),
             "has_texts": run.tokens.is_there,
         }
-        self._mark_same_question(run.name, drawn)
-        return drawn
-
-    def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
-        """Marks each graft with whether its trace was written on this question; without the buffer
-        the task's name decides."""
-        causes = {
-            step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]
-        }
-        hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
-        try:
-            known = self._buffers(run).asked(drawn["task"]["question"], hashes)
-        except DataError:
-            known = {}
-        for step_id, cause in causes.items():
-            has_its_name = cause["task_id"] == drawn["task"]["id"]
-            drawn["peers"][step_id]["is_same_question"] = known.get(
-                cause.get("content_hash"), has_its_name
-            )
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""
@@ -378,43 +358,6 @@ class Api:
         for step in steps:
             step["texts"] = run.tokens.of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
-
-    def task(self, request: Request) -> Any:
-        """One task across updates and evaluations."""
-        return task_history(self._run(request), request.query_params.get("id", ""))
-
-    def buffer(self, request: Request) -> Any:
-        """Counts of the buffer, and a page of traces: those with a text, or those nearest to a
-        history."""
-        buffer, asked = self._buffers(self._run(request).name), request.query_params
-        stats = buffer.stats()
-        if not stats["is_there"]:
-            return {"stats": stats, "total": 0, "offset": 0, "rows": []}
-        text, source = asked.get("q", "")[:4000], asked.get("source", "")
-        if asked.get("near") == "1" and text.strip():
-            return {"stats": stats} | buffer.nearest(
-                text, source=source, allow_terminal=_flag(request, "terminal") is not False
-            )
-        offset = max(0, _whole(request, "offset") or 0)
-        return {"stats": stats} | buffer.browse(
-            text=text,
-            source=source,
-            task=asked.get("task", ""),
-            order=asked.get("order", "stored"),
-            offset=offset,
-        )
-
-    def trace(self, request: Request) -> Any:
-        """One trace with its trajectory."""
-        return self._buffers(self._run(request).name).trace(request.path_params["hash"])
-
-    def grafts(self, request: Request) -> Any:
-        """Where a trace was grafted."""
-        return grafts_of(
-            self._run(request),
-            request.path_params["hash"],
-            cursor=request.query_params.get("cursor", ""),
-        )
 
 
 def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
@@ -428,7 +371,7 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
         except TreegraftError as error:
             return _json({"error": str(error), "code": error.code}, 409)
         except DAMAGE as error:
-            _log.warning("%s cannot be shown", request.url.path, exc_info=error)
+            _log.warning("%s could not be read", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
 
@@ -439,7 +382,6 @@ def build_app(
     runs: RunSet,
     *,
     host: str = "127.0.0.1",
-    buffer: Path | None = None,
     token: str | None = None,
     is_framed: bool = False,
 ) -> ASGIApp:
@@ -447,13 +389,11 @@ def build_app(
 
     Args:
         runs: by name, from `open_runs`.
-        host: where it listens, for the check of the Host header.
-        buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs'
-            own.
+        host: the address on which it listens, for the check of the Host header.
         token: what a request has to know; None for a server that nothing but a test can reach.
         is_framed: whether pages of this machine may show it in a frame.
     """
-    api = Api(runs, buffer)
+    api = Api(runs)
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/api/runs", api.runs),
         ("/api/meanings", api.meanings),
@@ -463,10 +403,6 @@ def build_app(
         ("/api/runs/{run}/groups", api.groups),
         ("/api/runs/{run}/trees/{file}/{n}", api.tree),
         ("/api/runs/{run}/tokens/{file}/{n}", api.tokens),
-        ("/api/runs/{run}/task", api.task),
-        ("/api/runs/{run}/buffer", api.buffer),
-        ("/api/runs/{run}/buffer/{hash}", api.trace),
-        ("/api/runs/{run}/grafts/{hash}", api.grafts),
     )
     routes = [Route(path, answering(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]

@@ -1,12 +1,16 @@
-"""The viewer in a terminal: the list of an update, one tree, one trajectory."""
+"""The viewer in a terminal and in the output of a notebook: the list of an update, one tree, one
+trajectory."""
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
@@ -20,6 +24,7 @@ from treegraft.core.types import (
     RetryCause,
     Step,
     StoredCause,
+    Trajectory,
     Tree,
 )
 from treegraft.runs.transcript import Decoder, transcript
@@ -27,6 +32,7 @@ from treegraft.view.branching import entropy_changes
 from treegraft.view.pages import best_leaf, summarise
 from treegraft.view.runs import RunReader
 
+_PRE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pre>'
 _STYLES = {
     "policy": "cyan",
     "retrieved": "magenta",
@@ -47,6 +53,26 @@ _COLUMNS = {
     "longest": "longest",
 }
 """Columns of a list of groups, and their keys in `pages.summarise`."""
+
+
+def as_text(shown: Tree | Trajectory) -> str:
+    """Returns what `treegraft view --text` prints: a tree with its best trajectory, or one
+    trajectory."""
+    console = _recorded(shown, shutil.get_terminal_size((100, 24)).columns)
+    return console.export_text().rstrip()
+
+
+def as_html(shown: Tree | Trajectory) -> str:
+    """Returns the same for a notebook, in colours that can be read on light and on dark pages."""
+    console = _recorded(shown, 120)
+    return console.export_html(theme=SVG_EXPORT_THEME, code_format=_PRE, inline_styles=True)
+
+
+def _recorded(shown: Tree | Trajectory, width: int) -> Console:
+    # In a notebook rich would otherwise display it at once.
+    console = Console(file=io.StringIO(), record=True, width=width, force_jupyter=False)
+    console.print(drawn(shown) if isinstance(shown, Tree) else transcript(shown))
+    return console
 
 
 def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str:
@@ -76,7 +102,7 @@ def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str
 
 def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> RenderableType:
     """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript,
-    with `leaf` that transcript.
+    with `leaf` that transcript alone.
 
     Raises:
         DataError: there is no such group or leaf.
@@ -84,7 +110,7 @@ def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> Rend
     if group is None:
         return _list(run, file)
     if leaf is not None:
-        run.path_of(file, group, leaf)  # refused where there is none
+        run.path_of(file, group, leaf)  # raises if there is none
     tokens = run.tokens if run.tokens.is_there else None
     return drawn(run.tree(file, group), leaf, tokens, run.config())
 
@@ -96,7 +122,7 @@ def drawn(
     config: Mapping[str, Any] | None = None,
 ) -> RenderableType:
     """Returns a tree with the transcript of its best leaf, or that of `leaf` alone; without
-    `tokens` a text that the format could not read is shown by its length. `config` holds the run's
+    `tokens` a text that the format could not read is replaced by its length. `config` are the run's
     settings, see `entropy_changes`."""
     paths = tree.trajectories()
     chosen = leaf if leaf is not None else best_leaf(paths)
@@ -164,13 +190,12 @@ def _drawing(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> Drawing:
 
 def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] | None) -> Text:
     author = step.origin.name.lower()
-    text = Text(f"{step.id} ", style="dim")
+    text = Text()
+    text.append(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
-    text.append(f" {step.num_tokens} tokens  {action(step, 60)}")
-    for remark, style in remarks(step, change):
-        # What was decided against is counted above the tree.
-        if style != "dim":
-            text.append(f"  {remark}", style=style)
+    text.append(f" {step.num_tokens} tokens  {_action(step)}")
+    for remark, style in _remarks(step, change):
+        text.append(f"  {remark}", style=style)
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
@@ -181,18 +206,18 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] 
     return text
 
 
-def action(step: Step, limit: int) -> str:
-    """Returns what a step does on one line: its calls or its answer, else its thought or the rule
+def _action(step: Step) -> str:
+    """Returns what a step does, on one line: its calls or its answer, else its thought or the rule
     that it broke."""
     said = [f"{call.name} {call.body}" for call in step.content.calls]
     said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
     text = " ".join(said) or step.content.thought or step.violation or ""
-    return plain(" ".join(text.split()), limit)
+    return plain(" ".join(text.split()), 60)
 
 
-def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yields why a step is there and what was decided beside it, each with its style; `change` is
-    that of `entropy_changes`."""
+def _remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """Yields why a step is there, if it is no ordinary one, with a style; `change` is that of
+    `entropy_changes`."""
     cause = step.cause
     entropy = "" if change is None else f"entropy {change['change']:+.3g} nats a token, "
     if isinstance(cause, BranchCause):
@@ -200,13 +225,6 @@ def remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str,
         is_drawn = cause.rule == "random"
         why = "a further child of a finished step, drawn at random"
         yield f"branch: {why if is_drawn else f'{entropy}p {cause.probability:.3f}'}", "yellow"
-    if (decision := step.decision) is not None and decision.num_opened < max(
-        1, decision.num_wanted
-    ):
-        why = "the budget was spent" if decision.num_wanted else "the rule said no"
-        seen = decision.seen
-        bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
-        yield f"no branch, {why}: {entropy}p {seen.probability:.3f}{bar}", "dim"
     if isinstance(cause, GraftCause):
         yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
     if isinstance(cause, StoredCause):

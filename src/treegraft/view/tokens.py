@@ -1,4 +1,4 @@
-"""Token ids as texts, by the tokenizer that lies in the run's checkpoints."""
+"""Token ids as texts, by the tokenizer in the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LONGEST = 8
 
 
 class TokenTexts:
-    """The texts of a run's tokens. A copied folder without checkpoints has no tokenizer; then only
-    ids can be shown."""
+    """The texts of a run's tokens. A copied folder without checkpoints has no tokenizer, only
+    ids."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -42,7 +42,7 @@ class TokenTexts:
 
     @property
     def is_there(self) -> bool:
-        """Whether texts can be shown."""
+        """Whether there is a tokenizer."""
         with self._lock:
             return self._tokenizer() is not None
 
@@ -85,7 +85,7 @@ class TokenTexts:
 
     @staticmethod
     def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
-        """Puts a character of several tokens where it begins; returns the number of its tokens."""
+        """Assigns a character of several tokens to the first of them; returns their number."""
         for count in range(2, min(_LONGEST, len(texts) - place) + 1):
             ids = list(token_ids[place : place + count])
             joined = str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -20,7 +20,7 @@ class Trained:
 
     checkpoint: Path
     run_dir: Path | None
-    """None where the checkpoint lies outside its run folder."""
+    """None if the checkpoint is outside its run folder."""
     config: Config
     state: TrainState
 

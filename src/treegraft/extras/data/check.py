@@ -1,26 +1,25 @@
 """Defects of data, and evaluation questions that stand in the training data, before either is used.
 
 Questions are compared in three ways, each found apart: to the letter; without case, punctuation and
-white space; and by the share of three-word sequences they have in common (Jaccard), candidates by
-MinHash (Broder, 1997), each then counted exactly.
+white space; and by the share of three-word sequences that they have in common (Jaccard).
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.parts import errors, fields, packages, readers
+from treegraft.parts import errors, fields, readers
 
 NEAR = 0.7
 """Share of word sequences from which two questions are near-duplicates."""
 SHINGLE_WORDS = 3
-NUM_PERMUTATIONS = 128
 LONG_REFERENCE_CHARS = 300
 """Longer references are hardly answers."""
 MARKS = {"gsm8k": "####"}
@@ -66,8 +65,6 @@ class FileDefects:
     reference_column: str
     num_rows: int
     findings: list[Finding]
-    advice: str = ""
-    """What to name where no column of references was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,21 +193,18 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
             f" tasks.dataset.question_column.{near}",
             code="column-missing",
         )
+    if not used[1]:
+        near = errors.nearest(reference, columns) if reference else ""
+        advice = (
+            f"the columns are {', '.join(sorted(columns))}; name that of the reference with"
+            f" tasks.dataset.reference_column.{near}"
+        )
+        found.add(f"no reference in {' or '.join(wanted[1])}", 0, advice)
     _add_repeats(items, found)
     findings = [
         Finding(kind, rows, found.examples[kind][:200]) for kind, rows in found.rows.items()
     ]
-    advice = "" if used[1] else _reference_advice(wanted[1], reference, columns)
-    return FileDefects(name, used[0], used[1] or "none", num_rows, findings, advice), items
-
-
-def _reference_advice(wanted: Sequence[str], given: str | None, columns: Collection[str]) -> str:
-    near = errors.nearest(given, columns) if given else ""
-    return (
-        f"no row has a reference in {' or '.join(wanted)}; the columns are"
-        f" {', '.join(sorted(columns))}. Name that of the reference with"
-        f" tasks.dataset.reference_column.{near}"
-    )
+    return FileDefects(name, used[0], used[1] or "none", num_rows, findings), items
 
 
 def _odd(reference: str) -> str:
@@ -265,33 +259,26 @@ def shingles(text: str) -> frozenset[str]:
     return frozenset(" ".join(parts[start : start + SHINGLE_WORDS]) for start in starts)
 
 
-def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
-    """Returns |A and B| / |A or B|; 0 for two empty sets."""
-    union = len(one | other)
-    return len(one & other) / union if union else 0.0
-
-
 class _Index:
     """The training questions, to be searched."""
 
     def __init__(self, items: Sequence[Item], near: float) -> None:
-        packages.require("the search for overlapping questions", "datasketch")
-        from datasketch import MinHashLSH
-
         self._near = near
         self._exact: dict[str, Item] = {}
         self._normalised: dict[str, Item] = {}
-        self._items: dict[int, Item] = {}
-        # Candidates are searched somewhat below the bound: MinHash estimates, and the exact count
-        # decides.
-        self._lsh = MinHashLSH(threshold=max(0.1, near - 0.15), num_perm=NUM_PERMUTATIONS)
+        self._items: dict[int, tuple[Item, int]] = {}
+        """By row: the question, and how many sequences it has."""
+        self._rows: defaultdict[str, list[int]] = defaultdict(list)
+        """The rows with a sequence."""
         for item in items:
             if not item.question.strip() or item.question in self._exact:
                 continue
             self._exact[item.question] = item
             if self._normalised.setdefault(normalised(item.question), item) is item:
-                self._items[item.row] = item
-                self._lsh.insert(item.row, _min_hash(shingles(item.question)))
+                parts = shingles(item.question)
+                self._items[item.row] = (item, len(parts))
+                for part in parts:
+                    self._rows[part].append(item.row)
 
     def overlaps(self, items: Sequence[Item]) -> list[Overlap]:
         """Returns one overlap for each question that is found, with the most similar one."""
@@ -311,96 +298,16 @@ class _Index:
         if (key := normalised(question)) in self._normalised:
             return "normalised", 1.0, self._normalised[key]
         own = shingles(question)
+        common: Counter[int] = Counter()
+        for part in own:
+            common.update(self._rows.get(part, ()))
+        best: Item | None = None
+        similarity = 0.0
         # In the order of rows, so that of equally similar ones the first is named.
-        candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
-        scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
-        return "near", *max(scored, key=lambda pair: pair[0], default=(0.0, None))
-
-
-def _min_hash(parts: frozenset[str]) -> Any:
-    from datasketch import MinHash
-
-    made = MinHash(num_perm=NUM_PERMUTATIONS)
-    made.update_batch([part.encode("utf-8", "surrogatepass") for part in parts])
-    return made
-
-
-# ---------------------------------------------------------------------- looking at rows
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnSummary:
-    """One column: its kinds of value, how often it is filled, and how long it is as text, in
-    characters."""
-
-    name: str
-    kinds: list[str]
-    num_filled: int
-    length_median: int
-    length_p95: int
-    length_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileView:
-    """Columns, lengths and a few rows of a file."""
-
-    source: str
-    num_rows: int
-    question_column: str | None
-    reference_column: str | None
-    columns: list[ColumnSummary]
-    rows: list[dict[str, Any]]
-    """The rows asked for, {"row": number, "values": columns}."""
-    problems: list[str]
-
-
-_KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
-_KINDS |= {"int": "integer", "float": "number"}
-
-
-def view_file(name: str, *, num: int = 3) -> FileView:
-    """Returns the columns of a file with their lengths, and its first `num` rows.
-
-    Raises:
-        DataError: a file that is missing or has no row.
-    """
-    lengths: dict[str, list[int]] = {}
-    # Dictionaries keep the order in which columns and kinds are met.
-    kinds: dict[str, dict[str, None]] = {}
-    shown, problems = list[dict[str, Any]](), list[str]()
-    used: list[str | None] = [None, None]
-    num_rows = 0
-    for row in readers.read_rows(name, "train"):
-        num_rows += 1
-        if isinstance(row, readers.BadRow):
-            problems.append(row.reason)
-            continue
-        for column, value in fields.nested_columns(row.values):
-            if isinstance(value, Mapping):
-                continue
-            kind = "chat messages" if fields.are_messages(value) else type(value).__name__
-            kinds.setdefault(column, {})[_KINDS.get(kind, kind)] = None
-            filled = lengths.setdefault(column, [])
-            if value not in (None, "", [], ()):
-                filled.append(len(str(value)))
-        for place, names in enumerate((fields.QUESTION_COLUMNS, fields.REFERENCE_COLUMNS)):
-            if used[place] is None and (found := fields.find_value(row.values, names)):
-                used[place] = found[0]
-        if row.number < num:
-            shown.append({"row": row.number, "values": dict(row.values)})
-    if not num_rows:
-        raise DataError(
-            f"'{name}' has no rows; expected one object a line.", code="no-rows-in-file"
-        )
-    columns = [_summary(name, list(kinds[name]), sorted(lengths[name])) for name in kinds]
-    return FileView(name, num_rows, used[0], used[1], columns, shown, problems)
-
-
-def _summary(name: str, kinds: list[str], lengths: list[int]) -> ColumnSummary:
-    last = len(lengths) - 1
-    median, p95, longest = (
-        lengths[min(last, int(share * len(lengths)))] if lengths else 0
-        for share in (0.5, 0.95, 1.0)
-    )
-    return ColumnSummary(name, kinds, len(lengths), median, p95, longest)
+        for row in sorted(common):
+            item, size = self._items[row]
+            share = common[row] / (len(own) + size - common[row])
+            if share > similarity:
+                best = item
+                similarity = share
+        return "near", similarity, best

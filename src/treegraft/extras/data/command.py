@@ -1,15 +1,12 @@
-"""`treegraft data check | show`: data sets inspected before use."""
+"""`treegraft data check`: data sets inspected before use."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from treegraft.parts import commands, plain
 
@@ -35,6 +32,11 @@ _BEFORE = {
     "--question-column": "tasks.dataset.question_column={}",
     "--reference-column": "tasks.dataset.reference_column={}",
 }
+
+
+@data_app.callback()
+def data() -> None:
+    """Inspect data before using it."""
 
 
 @data_app.command(cls=commands.command_without(_BEFORE))
@@ -100,8 +102,6 @@ def _say(text: str, style: str = "") -> None:
 def _print_file(file: FileDefects) -> None:
     columns = f"question in {file.question_column}, reference in {file.reference_column}"
     _say(f"{file.source}: {file.num_rows} rows, {columns}", "bold")
-    if file.advice:
-        _say(file.advice, "yellow")
     if not file.findings:
         _say("no defect found")
     for one in file.findings:
@@ -123,44 +123,3 @@ def _print_contamination(one: Contamination, train: str) -> None:
             f"- row {overlap.eval_row} = row {overlap.train_row}, {overlap.how},"
             f" {overlap.similarity:.2f}: {overlap.question[:100]}"
         )
-
-
-@data_app.command()
-def show(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE", help='.jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".'
-        ),
-    ],
-    rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
-    as_json: commands.AsJson = False,
-) -> None:
-    """Print columns, lengths and a few rows."""
-    from treegraft.extras.data.check import view_file
-
-    found = view_file(file, num=rows)
-    if as_json:
-        print(json.dumps(asdict(found), default=str))
-        return
-    asked, reference = found.question_column or "none found", found.reference_column or "none found"
-    _say(
-        f"{found.source}: {found.num_rows} rows; the question seems to be in {asked}, the reference"
-        f" in {reference}",
-        "bold",
-    )
-    names = ("column", "kind", "filled", "median", "95 %", "longest (characters)")
-    columns = commands.table(*names, num_left=2)
-    for one in found.columns:
-        lengths = (one.num_filled, one.length_median, one.length_p95, one.length_max)
-        columns.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))
-    Console().print(columns)
-    for row in found.rows:
-        _say(f"row {row['row']}", "bold")
-        for name, value in row["values"].items():
-            is_text = isinstance(value, str)
-            text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
-            shown = Text(f"  {plain(name)}: ", "dim") + Text(plain(text, 600))
-            Console().print(shown, soft_wrap=True)
-    for problem in found.problems[:MAX_EXAMPLES]:
-        _say(problem, "red")

@@ -1,4 +1,4 @@
-"""The commands that inspect data sets, and what doctor says of gold traces."""
+"""The command that inspects data sets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from treegraft.parts import Registry
 
 
 def register(registry: Registry) -> None:
-    """Registers the commands of data, and the trial of gold traces."""
+    """Registers the command that inspects data sets."""
     registry.command(
         "data", "treegraft.extras.data.command:data_app", help="Inspect data before using it."
     )
-    registry.part("trial", "gold traces", "treegraft.extras.data.replay:replayed")

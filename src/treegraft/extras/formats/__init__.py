@@ -1,1 +1,1 @@
-"""Trees in the formats of other projects."""
+"""The markup of other projects' agents."""

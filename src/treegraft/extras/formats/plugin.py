@@ -1,5 +1,4 @@
-"""The markup of other agents, and the command that writes a run's trees in the formats of other
-projects."""
+"""The markup of other agents."""
 
 from __future__ import annotations
 
@@ -9,11 +8,6 @@ _HERE = "treegraft.extras.formats"
 
 
 def register(registry: Registry) -> None:
-    """Registers the markup of other agents, and the export of trees."""
+    """Registers the markup of other agents."""
     registry.part("format", "search-r1", f"{_HERE}.search_agents:search_r1")
     registry.part("format", "search-o1", f"{_HERE}.search_agents:search_o1")
-    registry.command(
-        "export",
-        f"{_HERE}.command:export",
-        help="Write the trees of a run in the format of another project.",
-    )

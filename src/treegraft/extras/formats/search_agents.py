@@ -206,10 +206,6 @@ class MarkedAgent:
         ids = self._foreign_ids("\n".join(texts))
         return tuple(ids if max_tokens is None else ids[max(0, len(ids) - max_tokens) :])
 
-    def read_text(self, text: str) -> StepContent | None:
-        """Returns None: stored steps are not read in this markup."""
-        return None
-
     def _broken(self, text: str) -> str:
         clean = text.encode("utf-8", "replace").decode("utf-8")
         return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", clean)

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from treegraft import Config, DataError, SettingError
-from treegraft.parts import RunReader, Trained, commands, errors, files, plain, setting_rows
+from treegraft import Config, SettingError
+from treegraft.parts import RunReader, Trained, commands, errors, plain, setting_rows
 
 CARD = "README.md"
-DRAFT = Path("model-card.md")
 SHOWN = (
     *("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval"),
     *("credit", "loss", "learn", "warmup"),
@@ -36,23 +35,12 @@ def push(
     private: Annotated[
         bool, typer.Option("--private", help="Make a new repository private.")
     ] = False,
-    revision: Annotated[
-        str | None,
-        typer.Option(metavar="BRANCH", help="Branch to commit to; created if missing."),
-    ] = None,
     licence: Annotated[
         str | None,
         typer.Option("--license", metavar="ID", help="License of the weights, such as apache-2.0."),
     ] = None,
-    card: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Model card to upload instead of the one made here."),
-    ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Write the card to model-card.md here and list the files; no network."
-        ),
+        bool, typer.Option("--dry-run", help="Print the card and list the files; no network.")
     ] = False,
 ) -> None:
     """Upload a checkpoint and its model card to a hub.
@@ -60,33 +48,6 @@ def push(
     The optimiser's state, the run's settings as a file and its trees stay here.
     """
     from huggingface_hub import HfApi, get_token
-
-    _check_name(repo_id)
-    found = Trained.of(run)
-    api = HfApi(token=get_token(), library_name="treegraft")
-    if api.token is None and not dry_run:
-        raise SettingError(
-            f"there is no token for {api.endpoint}; set HF_TOKEN, or log in with `hf auth login`,"
-            " with a token that may write",
-            code="token-missing",
-        )
-    text = _read(card) if card else model_card(found, repo_id, licence=licence)
-    uploaded = {CARD: text.encode(), **files_of(found.checkpoint)}
-    if dry_run:
-        files.write_atomically(DRAFT, text)
-        commands.say(f"{DRAFT}: the card; edit it and upload it with --card {DRAFT}")
-    for name, content in uploaded.items():
-        size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        commands.say(f"  {size:>13,}  {plain(name)}")
-    if dry_run:
-        commands.say(f"nothing was uploaded; {len(uploaded)} files would go to {repo_id}")
-        return
-    message = f"Checkpoint of update {found.state.update}"
-    place = _upload(api, repo_id, uploaded, message, private=private, revision=revision)
-    commands.say(f"uploaded to {place}")
-
-
-def _check_name(repo_id: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -98,15 +59,27 @@ def _check_name(repo_id: str) -> None:
             " letters, digits, '-', '_' and '.'",
             code="repository-name-invalid",
         ) from error
-
-
-def _read(card: Path) -> str:
-    try:
-        return card.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"model card '{card}' could not be read: {error}", code="card-unreadable"
-        ) from error
+    found = Trained.of(run)
+    api = HfApi(token=get_token(), library_name="treegraft")
+    if api.token is None and not dry_run:
+        raise SettingError(
+            f"there is no token for {api.endpoint}; set HF_TOKEN, or log in with `hf auth login`,"
+            " with a token that may write",
+            code="token-missing",
+        )
+    text = model_card(found, repo_id, licence=licence)
+    uploaded = {CARD: text.encode(), **files_of(found.checkpoint)}
+    if dry_run:
+        print(text)
+    for name, content in uploaded.items():
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        commands.say(f"  {size:>13,}  {plain(name)}")
+    if dry_run:
+        commands.say(f"nothing was uploaded; {len(uploaded)} files would go to {repo_id}")
+        return
+    message = f"Checkpoint of update {found.state.update}"
+    place = _upload(api, repo_id, uploaded, message, private=private)
+    commands.say(f"uploaded to {place}")
 
 
 def _upload(
@@ -116,7 +89,6 @@ def _upload(
     message: str,
     *,
     private: bool,
-    revision: str | None,
 ) -> str:
     """Returns the address of the repository.
 
@@ -129,15 +101,11 @@ def _upload(
     additions = [CommitOperationAdd(name, content) for name, content in uploaded.items()]
     try:
         made = api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
-        api.create_commit(made.repo_id, additions, commit_message=message, revision=revision)
-    # Which HTTP library it is built on, and so what a lost network raises, differs by version.
+        api.create_commit(made.repo_id, additions, commit_message=message)
+    # Which HTTP library it is built on, and so what a lost network raises, differs by version; a
+    # large file that fails is a RuntimeError without the reason.
     except Exception as error:
-        cause: BaseException = error
-        # A large file that fails is a RuntimeError without the reason.
-        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         said = plain(" ".join(str(cause).split()), 400)
         raise errors.HubError(
             f"'{repo_id}' could not be uploaded to {api.endpoint} ({type(cause).__name__}: {said});"
@@ -221,7 +189,9 @@ def model_card(of: Trained, name: str, *, licence: str | None = None) -> str:
         f"# {plain(name)}",
         "A language-model agent that uses tools, trained with Treegraft.",
         "## Training",
-        "\n".join(_training(of, base)),
+        f"Method: {of.method}. Started from: {plain(base or str(public(of.config.model.path)))}."
+        f" Update {of.state.update} of {of.config.run.num_updates}, after {of.state.warmup_steps}"
+        " steps of supervised fine-tuning.",
         "## Held-out results",
         "\n".join(_held_out(of)),
         "## Settings that differ from the defaults",
@@ -244,27 +214,6 @@ def hub_datasets(config: Config) -> list[str]:
     sources = [*config.tasks.dataset.train, *config.tasks.dataset.eval]
     names = [source.split(":")[1] for source in sources if source.startswith("hub:")]
     return [*dict.fromkeys(names)]
-
-
-def _training(of: Trained, base: str | None) -> Iterator[str]:
-    config = of.config
-    tasks = config.tasks.kind
-    if tasks == "dataset":
-        tasks = ", ".join(map(str, public(config.tasks.dataset.train)))
-    rows = {
-        "method": of.method,
-        "started from": base or str(public(config.model.path)),
-        "training tasks": tasks,
-        "checkpoint": f"update {of.state.update} of {config.run.num_updates}",
-        "warm-up": f"{of.state.warmup_steps} steps of supervised fine-tuning",
-        "reward": ", ".join(config.reward.funcs),
-        "tools": ", ".join(config.tools.use) or "those of the tasks",
-        "seed": str(config.run.seed),
-    }
-    yield "| | |\n|---|---|"
-    for name, value in rows.items():
-        cell = plain(value).replace("|", "\\|")
-        yield f"| {name} | {cell} |"
 
 
 def _held_out(of: Trained) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The commands of studies, reports and pruned buffers."""
+"""The commands of studies and reports."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ _HERE = "treegraft.extras.lab"
 
 
 def register(registry: Registry) -> None:
-    """Registers the commands of studies, reports and pruned buffers."""
+    """Registers the commands of studies and reports."""
     registry.command(
         "report",
-        f"{_HERE}.report_command:report",
+        f"{_HERE}.report.command:report",
         help="Write a report of runs: report.html and figures/.",
     )
     registry.command(
         "study",
-        f"{_HERE}.study_command:study",
+        f"{_HERE}.study.command:study",
         help="Run a study: arms in worlds, in pairs of equal seeds.",
-    )
-    registry.command(
-        "buffer prune",
-        f"{_HERE}.pruning.command:prune_app",
-        help="Write a buffer without the steps that did not help the steps after them.",
-    )
-    registry.command(
-        "buffer show",
-        f"{_HERE}.pruning.command:show",
-        help="Print stored trajectories, and a pruned buffer's cut steps and weights of steps.",
     )

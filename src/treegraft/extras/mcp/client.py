@@ -334,18 +334,12 @@ def _said(error: BaseException) -> str:
 
 
 def _text_of(result: Any) -> str:
-    """The texts of a result; other contents by type and address."""
+    """The texts of a result; other contents by their type."""
     parts: list[str] = []
     for block in result.content:
-        # A resource has its text, type and address one level below.
-        sources = (block, getattr(block, "resource", None))
-        text, kind, place = (
-            next(filter(None, (getattr(source, name, None) for source in sources)), None)
-            for name in ("text", "mime_type", "uri")
-        )
-        if text is None and block.type != "text":
-            text = f"[{kind or block.type}{f' at {place}' if place else ', not shown'}]"
-        parts.append(text or "")
+        # A resource has its text one level below.
+        holder = getattr(block, "resource", block)
+        parts.append(getattr(holder, "text", f"[{block.type}, not shown]"))
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)

@@ -19,11 +19,8 @@ from treegraft.extras.python.output import MAX_OUTPUT_CHARS, NO_OUTPUT, too_larg
 from treegraft.extras.python.plugin import PythonToolSettings
 from treegraft.extras.python.pooled import PooledPython
 
-_Idle = SimpleQueue[Sandbox | None]
-"""None: a sandbox that is still to be started, or to be started again."""
 
-
-class BwrapTool(PooledPython[_Idle]):
+class BwrapTool(PooledPython):
     """Runs Python code, each call in a fresh process of a sandbox started ahead."""
 
     description = (
@@ -59,20 +56,21 @@ class BwrapTool(PooledPython[_Idle]):
         """Changes with everything that results depend on beside the code."""
         return f"bwrap {self.limits}"
 
-    def _open(self, threads: ThreadPoolExecutor) -> _Idle:
-        idle: _Idle = SimpleQueue()
+    def _open(self, threads: ThreadPoolExecutor) -> None:
+        self._idle: SimpleQueue[Sandbox | None] = SimpleQueue()
         for _ in range(self._num_workers):
-            idle.put(None)
-            threads.submit(self._warm, idle)
-        return idle
+            # A sandbox that is still to be started.
+            self._idle.put(None)
+            threads.submit(self._warm)
 
-    def _warm(self, idle: _Idle) -> None:
+    def _warm(self) -> None:
         # A failure is lost here: the first call tries again and reports it.
-        with self._sandbox(idle):
+        with self._sandbox():
             pass
 
     @contextmanager
-    def _sandbox(self, idle: _Idle) -> Iterator[Sandbox]:
+    def _sandbox(self) -> Iterator[Sandbox]:
+        idle = self._idle
         sandbox = idle.get()
         try:
             if sandbox is None or not sandbox.is_alive:
@@ -82,8 +80,8 @@ class BwrapTool(PooledPython[_Idle]):
         finally:
             idle.put(sandbox)
 
-    def _run(self, workers: _Idle, code: str) -> str:
-        with self._sandbox(workers) as sandbox:
+    def _run(self, code: str) -> str:
+        with self._sandbox() as sandbox:
             outcome = sandbox.run(code)
         if outcome.kind == "value":
             return (outcome.printed + outcome.text).rstrip("\n") or NO_OUTPUT
@@ -97,7 +95,7 @@ class BwrapTool(PooledPython[_Idle]):
             code="code-failed",
         )
 
-    def _end(self, workers: _Idle) -> None:
+    def _end(self) -> None:
         for _ in range(self._num_workers):
-            if (sandbox := workers.get()) is not None:
+            if (sandbox := self._idle.get()) is not None:
                 sandbox.close()

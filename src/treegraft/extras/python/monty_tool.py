@@ -45,13 +45,9 @@ WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
 
 
-_Workers = tuple[Monty, "tempfile.TemporaryDirectory[str]"]
-"""The pool, and the folder of the program that starts its processes."""
-
-
 # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask for the
 # interpreter while that shuts down. The synchronous one calls back in the calling thread only.
-class MontyTool(PooledPython[_Workers]):
+class MontyTool(PooledPython):
     """Runs Python code, each call in a fresh session."""
 
     description = (
@@ -75,28 +71,28 @@ class MontyTool(PooledPython[_Workers]):
         version = importlib.metadata.version("pydantic-monty")
         return f"monty {version}, {limits}, {self.max_output_chars} characters"
 
-    def _open(self, threads: ThreadPoolExecutor) -> _Workers:
+    def _open(self, threads: ThreadPoolExecutor) -> None:
+        # Of the program that starts the processes.
         folder = tempfile.TemporaryDirectory(prefix="treegraft-monty-")
         try:
-            pool = Monty(
+            self._pool = Monty(
                 binary_path=_quiet_program(Path(folder.name)),
                 min_processes=1,
                 max_processes=self._num_workers,
                 request_timeout=self.max_duration_s + WATCHDOG_S,
             )
-            return pool.__enter__(), folder
+            self._pool.__enter__()
         except Exception as error:
             folder.cleanup()
             text = f"the python tool cannot start its workers: {type(error).__name__}: {error}"
             raise ToolUnavailable(text, code="sandbox-busy") from error
+        self._folder = folder
 
-    def _end(self, workers: _Workers) -> None:
-        pool, folder = workers
-        pool.__exit__(None, None, None)
-        folder.cleanup()
+    def _end(self) -> None:
+        self._pool.__exit__(None, None, None)
+        self._folder.cleanup()
 
-    def _run(self, workers: _Workers, code: str) -> str:
-        pool, _ = workers
+    def _run(self, code: str) -> str:
         printed = Printed(self.max_output_chars)
         limits = ResourceLimits(
             max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20
@@ -105,7 +101,7 @@ class MontyTool(PooledPython[_Workers]):
             datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0}
         )
         try:
-            with pool.checkout(limits=limits, os_policy=policy) as session:
+            with self._pool.checkout(limits=limits, os_policy=policy) as session:
                 value, text = _value(session, code, printed)
             shown = "" if value is None else show(value, self.max_output_chars)
             # Many values reach us as others, such as a text for a range; Monty knows their repr.

@@ -1,21 +1,16 @@
-"""The python tool without its sandbox: workers that are started once, and threads that wait for
-them."""
+"""The python tool without its sandbox: threads that wait for workers."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
 
 from treegraft import Task
 from treegraft.parts import interfaces
 
-W = TypeVar("W")
 
-
-class PooledPython(ABC, Generic[W]):
+class PooledPython(ABC):
     """Runs Python code, each call in a fresh session of one of `num_workers` workers."""
 
     name = "python"
@@ -29,8 +24,7 @@ class PooledPython(ABC, Generic[W]):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._lock = threading.Lock()
-        self._pool: tuple[ThreadPoolExecutor, W] | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns the printed text and the value of the last expression.
@@ -38,34 +32,31 @@ class PooledPython(ABC, Generic[W]):
         Raises `ToolError` for code that fails, runs too long, needs too much memory or ends its
         process, and when its worker dies; `ToolUnavailable` when no worker can be started.
         """
-        threads, workers = self._start()
-        return await asyncio.get_running_loop().run_in_executor(threads, self._run, workers, body)
+        return await asyncio.get_running_loop().run_in_executor(self._start(), self._run, body)
+
+    def _start(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            # Not the event loop's own threads: slow code would block those.
+            threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="treegraft-python")
+            self._open(threads)
+            self._threads = threads
+        return self._threads
 
     async def close(self) -> None:
         """Ends all workers, once the calls under way are done. A later call starts new ones."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            threads, workers = pool
+        threads = self._threads
+        self._threads = None
+        if threads is not None:
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-            await asyncio.to_thread(self._end, workers)
-
-    def _start(self) -> tuple[ThreadPoolExecutor, W]:
-        with self._lock:
-            if self._pool is None:
-                # Not the event loop's own threads: slow code would hold those up.
-                name = "treegraft-python"
-                threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix=name)
-                self._pool = threads, self._open(threads)
-            return self._pool
+            await asyncio.to_thread(self._end)
 
     @abstractmethod
-    def _open(self, threads: ThreadPoolExecutor) -> W:
-        """Returns the workers; `threads` may start them in the background."""
+    def _open(self, threads: ThreadPoolExecutor) -> None:
+        """Makes the workers; `threads` may start them in the background."""
 
     @abstractmethod
-    def _run(self, workers: W, code: str) -> str:
+    def _run(self, code: str) -> str:
         """Returns and raises as a call does; runs in one of the threads."""
 
     @abstractmethod
-    def _end(self, workers: W) -> None: ...
+    def _end(self) -> None: ...

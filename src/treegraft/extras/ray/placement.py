@@ -5,27 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treegraft import Config
-from treegraft.extras.ray.actors import Place, look, start
-from treegraft.extras.ray.engines import EngineActor
-from treegraft.extras.ray.ray import connected
+from treegraft.extras.ray.actor import Place, look, start
+from treegraft.extras.ray.connection import connected
 from treegraft.extras.ray.settings import cluster_settings, num_engines
-from treegraft.extras.ray.supervisor import Keeper, Member, VllmKeeper
+from treegraft.extras.ray.supervisor import Member, Supervisor
 from treegraft.parts import interfaces, remote
-
-
-def needs_of(config: Config) -> Mapping[str, float]:
-    """Returns what all actors of a run take up together, by Ray's names."""
-    return {
-        "CPU": float(num_engines(config)),
-        "GPU": float(cluster_settings(config).server_gpus),
-    }
 
 
 @contextmanager
@@ -35,27 +26,27 @@ def ray_placement(config: Config) -> Iterator[RayPlacement]:
     Raises:
         SettingError: no cluster that the run could use.
     """
-    with connected(config, needs_of(config)) as token:
+    with connected(config) as token:
         yield RayPlacement(token)
 
 
 @contextmanager
 def lasting(checkpoint: Path) -> Iterator[Path]:
-    """Holds the model of a checkpoint in a folder of its own beside it: an actor that starts anew
-    reads it, when the run may have removed the checkpoint long ago."""
-    # A name that the next start removes, where this process is killed.
-    held = checkpoint.with_name(f".{checkpoint.name}.actors.partial")
+    """Holds a copy of a checkpoint's model in a folder next to it: an actor that starts later reads
+    it, when the run may have removed the checkpoint."""
+    # The next start removes a folder of this name that a killed process has left.
+    copy = checkpoint.with_name(f".{checkpoint.name}.actors.partial")
     leave_out = shutil.ignore_patterns("optimiser*")
-    shutil.rmtree(held, ignore_errors=True)
+    shutil.rmtree(copy, ignore_errors=True)
     try:
-        shutil.copytree(checkpoint, held, ignore=leave_out, copy_function=_linked)
-        yield held
+        shutil.copytree(checkpoint, copy, ignore=leave_out, copy_function=_linked)
+        yield copy
     finally:
-        shutil.rmtree(held, ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def _linked(source: str, target: str) -> None:
-    """A second name for a file; a copy on a disk without such names."""
+    """Makes a hard link, or a copy on a disk without hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -68,7 +59,6 @@ class RayPlacement:
     def __init__(self, token: Path) -> None:
         """Args: token: see `connected`."""
         self._token = token
-        self._keeper: Keeper | None = None
         self._trees: remote.RemoteTrees | None = None
 
     @asynccontextmanager
@@ -77,35 +67,30 @@ class RayPlacement:
     ) -> AsyncIterator[interfaces.Engine]:
         """Holds the engines; see `Placement`."""
         with nullcontext() if model_path is None else lasting(Path(model_path)) as path:
-            place, count = place_of(config, self._token, path), num_engines(config)
-            keeper = VllmKeeper(config) if config.engine.kind == "vllm" else Keeper(config)
-            self._keeper = keeper
-            trees = self._trees = remote.RemoteTrees(config, keeper.grown)
-            takes = {"num_cpus": 1, "num_gpus": cluster_settings(config).server_gpus / count}
+            place = place_of(config, self._token, path)
+            count = num_engines(config)
+            gpus = cluster_settings(config).server_gpus / count
+            supervisor = Supervisor(config)
+            trees = self._trees = remote.RemoteTrees(config, supervisor.grown)
             try:
-                await keeper.open(
-                    [
-                        Member(one, partial(start, EngineActor, "engine", one, place, takes))
-                        for one in range(count)
-                    ]
+                await supervisor.open(
+                    [Member(one, partial(start, one, place, gpus)) for one in range(count)]
                 )
-                yield keeper
+                yield supervisor
             finally:
-                self._keeper = self._trees = None
-                await keeper.close()
+                self._trees = None
+                await supervisor.close()
                 trees.close()
 
     def grower(self, *parts: Any, **more: Any) -> Any:
         """Returns a grower whose trees grow in the engines; see `Placement`."""
-        assert self._trees is not None, "growers are made while the engines are held"
+        assert self._trees is not None, "growers are made while the engines are open"
         return self._trees.grower(*parts, **more)
 
     def show_in(self, folder: Path) -> None:
-        """Keeps the state of all engines in this run folder, and the states of its buffer."""
+        """Keeps the states of the trace buffer in this run folder."""
         if self._trees is not None:
             self._trees.show_in(folder)
-        if self._keeper is not None:
-            self._keeper.show_in(folder)
 
 
 def place_of(config: Config, token: Path, model_path: Path | None = None) -> Place:

@@ -1,4 +1,4 @@
-"""The placement on a Ray cluster, its command and its settings."""
+"""The placement of a run's engines on a Ray cluster, and its command."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def register(registry: Registry) -> None:
     registry.command(
         "cluster",
         "treegraft.extras.ray.command:cluster",
-        help="Train an agent with a recipe on a Ray cluster, as its table [cluster] says.",
+        help="Train an agent with a recipe whose engines run on a Ray cluster.",
     )

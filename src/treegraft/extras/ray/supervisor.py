@@ -1,22 +1,18 @@
-"""Rank 0's engine on a cluster, which looks after those of the actors: it opens them, gives them
-the weights that are due, deals out trees, and notices who has died."""
+"""Rank 0's engine on a cluster, which supervises those of the actors: it opens them, gives them the
+weights that are due, deals out trees, and notices who has died."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from treegraft import Config, TreegraftError
-from treegraft.extras.ray.actors import value_of
-from treegraft.extras.ray.engines import Weights, completion_of, pieces_of
+from treegraft.extras.ray.actor import Weights, pieces_of, value_of
 from treegraft.parts import Completion, errors, interfaces, plain
 
 _log = logging.getLogger(__name__)
@@ -29,62 +25,42 @@ START_S = 600.0
 """Longest wait for an engine at the beginning, loading included."""
 CLOSE_S = 30.0
 """Longest wait for an engine's own end."""
-SHOW_S = 3.0
-"""Time between two writings of roles.json, in seconds."""
-SLOW_SHARE = 0.25
-"""An engine is slow where it samples less than this share of what the others do in the median, in
-all and for each second of a request."""
-SLOW_LOOKS = 3
-"""Looks in a row after which it is drained."""
 FREE_S = 0.1
-"""Time between two looks for an engine, in seconds, where none answers."""
+"""Time between two looks for an engine, in seconds, if none answers."""
 MAX_DEATHS = 3
 """Engines that may die while a tree grows in them before the tree is blamed for it."""
-
-
-class State(StrEnum):
-    """What an engine can do."""
-
-    STARTING = "starting"
-    LIVE = "live"
-    DRAINED = "drained"
-    """It is slow or off the learner's policy: it gets no tree until the next publish, unless no
-    other is left."""
-    DOWN = "down"
-
-    @property
-    def is_up(self) -> bool:
-        """Whether trees can grow there."""
-        return self in (State.LIVE, State.DRAINED)
 
 
 class Member:
     """One engine, as rank 0 sees it."""
 
     def __init__(self, number: int, make: Callable[[], Any]) -> None:
-        self.number, self.make = number, make
+        self.number = number
+        self.make = make
         self.handle = make()
-        self.state, self.fault = State.STARTING, ""
-        self.seen: dict[str, Any] = {}
-        """Its own last words on its state."""
+        self.host = ""
+        self.is_live = False
+        """Whether it can take trees."""
+        self.fault = ""
         self.opened: dict[str, Any] | None = None
         """What it said when it was opened; None before."""
         self.edition = 0
-        """Which weights it holds, see `Weights`."""
-        self.num_starts = 0
+        """That of its weights, see `Weights`."""
         self.num_trees = 0
-        self.sampled = (0.0, 0.0)
-        """Tokens, and seconds of requests, at the last look at its speed."""
-        self.num_slow = 0
         self.left = asyncio.Event()
         """Set, and replaced by another one, when its trees have to grow elsewhere."""
         self.looking = asyncio.Lock()
 
     def __str__(self) -> str:
-        return f"engine {self.number}" + (f" on {self.seen['host']}" if "host" in self.seen else "")
+        return f"engine {self.number}" + (f" on {self.host}" if self.host else "")
+
+    def move_trees(self) -> None:
+        """Has its trees grow again in other engines."""
+        self.left.set()
+        self.left = asyncio.Event()
 
 
-class Keeper:
+class Supervisor:
     """The engines of a run as one engine, to which rank 0 publishes. Trees alone are sampled: whole
     ones, in whichever engine."""
 
@@ -94,11 +70,11 @@ class Keeper:
         self.max_context: int | None = None
         self.fingerprint = ""
         self.due = Weights(0, 0, "", [], [])
-        """What engines should hold; at first what they begin with."""
+        """What engines should have; at first what they begin with."""
         self._tasks: list[asyncio.Task[None]] = []
         self._last_live = time.monotonic()
-        self._folder: Path | None = None
-        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_restarts = 0
+        self.num_bytes = 0
 
     # ------------------------------------------------------------------ the beginning and the end
 
@@ -110,12 +86,10 @@ class Keeper:
         """
         self.engines = list(engines)
         await asyncio.gather(*map(self._first, self.engines))
-        limits = [found["max_context"] for found in self._opened]
-        self.max_context = min((one for one in limits if one is not None), default=None)
-        watching = (self._show(), *map(self._keep, self.engines))
-        self._tasks = [asyncio.create_task(one) for one in watching]
+        self.max_context = self._opened[0]["max_context"]
+        self._tasks = [asyncio.create_task(self._keep(one)) for one in self.engines]
         for task in self._tasks:
-            task.add_done_callback(_tell_fault)
+            task.add_done_callback(_report_fault)
 
     async def _first(self, member: Member) -> None:
         import ray
@@ -133,7 +107,7 @@ class Keeper:
             raise errors.EngineError(
                 f"cluster: {member} did not start: {_words(error)}", code="actor-not-started"
             ) from error
-        self._go_live(member)
+        member.is_live = True
 
     async def close(self) -> None:
         """Ends all engines."""
@@ -144,15 +118,13 @@ class Keeper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
         async def end(member: Member) -> None:
-            if member.state.is_up:
+            if member.is_live:
                 with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
                     async with asyncio.timeout(CLOSE_S):
                         value_of(await member.handle.close.remote())
             ray.kill(member.handle)
 
         await asyncio.gather(*map(end, self.engines))
-        if self._folder is not None:
-            (self._folder / "roles.json").unlink(missing_ok=True)
 
     @property
     def _opened(self) -> list[dict[str, Any]]:
@@ -162,39 +134,43 @@ class Keeper:
     # ------------------------------------------------------------------ life and death
 
     async def _keep(self, member: Member) -> None:
-        """Looks after one engine to the end of the run."""
+        """Watches one engine to the end of the run."""
         while True:
             await asyncio.sleep(WATCH_S)
             await self._attend(member)
 
     async def _attend(self, member: Member) -> None:
-        """Looks after one engine once: it is live then, or made anew."""
+        """Looks at one engine once: it is live then, or made anew."""
         import ray
 
         handle = member.handle
         async with member.looking:
             if member.handle is not handle:
-                # Made anew meanwhile, which may take its time.
+                # Made anew meanwhile, which may need its time.
                 return
             try:
                 await self._look(member)
             except (ray.exceptions.RayError, TreegraftError) as error:
                 self._lose(member, _words(error))
                 ray.kill(member.handle)
-                member.handle, member.opened = member.make(), None
-            else:
-                self._go_live(member)
+                member.handle = member.make()
+                member.opened = None
+                return
+            if not member.is_live:
+                _log.warning("%s is back", member)
+                member.is_live = True
+                member.fault = ""
 
     async def _look(self, member: Member) -> None:
-        """Asks an engine how it is, and gives it what it lacks."""
+        """Reads the state of an engine, and gives it what it lacks."""
         is_new = member.opened is None
-        # One that is not there yet waits for a machine with room.
+        # One that has no process yet waits for a machine with room.
         async with _within(None if is_new else STATE_S, "it said nothing"):
             seen = json.loads(await member.handle.state.remote())
-        said, member.seen = seen.pop("said"), seen
-        for text in said:
+        member.host = seen["host"]
+        for text in seen["said"]:
             _log.warning("%s: %s", member, text)
-        if seen["is_broken"]:
+        if seen["is_dead"]:
             raise errors.EngineError("its engine has died", code="engine-died")
         if is_new:
             async with _within(START_S, "it was not ready"):
@@ -205,72 +181,30 @@ class Keeper:
     async def _give(self, member: Member, due: Weights) -> None:
         """Gives an engine the weights that are due."""
         async with _within(self.config.engine.deadline_s, "it did not take the weights"):
-            held = value_of(await member.handle.publish.remote(*due))
-        if held and due.fingerprint and held != due.fingerprint:
+            found = value_of(await member.handle.publish.remote(*due))
+        if found and due.fingerprint and found != due.fingerprint:
             raise errors.EngineError(
-                f"its weights have checksum {held}, expected {due.fingerprint}",
+                f"its weights have checksum {found}, expected {due.fingerprint}",
                 code="weights-differ",
             )
         member.edition = due.edition
 
-    def _go_live(self, member: Member) -> None:
-        if member.state.is_up:
-            return
-        if member.state is State.DOWN:
-            _log.warning("%s is back", member)
-        member.num_starts += 1
-        member.state, member.fault = State.LIVE, ""
-
     def _lose(self, member: Member, fault: str) -> None:
-        """Leaves an engine out until it is found well, or made anew; its trees grow elsewhere."""
-        is_told, member.fault = fault == member.fault, fault
-        member.edition, member.sampled, member.num_slow = 0, (0.0, 0.0), 0
-        if member.state.is_up:
+        """Leaves an engine out until it answers, or is made anew; its trees grow elsewhere."""
+        if member.is_live:
             _log.warning("%s: %s; others do its work", member, fault)
             self.num_restarts += 1
             self._last_live = time.monotonic()
-            member.state = State.DOWN
-            self._empty(member)
-        elif not is_told:
+            member.is_live = False
+            member.move_trees()
+        elif fault != member.fault:
             _log.warning("%s does not start: %s", member, fault)
-
-    def _empty(self, member: Member) -> None:
-        member.left.set()
-        member.left = asyncio.Event()
+        member.fault = fault
+        member.edition = 0
 
     def _answering(self) -> list[Member]:
-        """The engines that hold the weights which are due, drained ones only for want of others."""
-        ready = [one for one in self.engines if one.edition == self.due.edition]
-        live = [one for one in ready if one.state is State.LIVE]
-        return live or [one for one in ready if one.state is State.DRAINED]
-
-    def drain(self, member: Member, why: str) -> None:
-        """Moves an engine's trees to the others until the next publish."""
-        member.state, member.fault = State.DRAINED, why
-        self.num_drained += 1
-        _log.warning("%s; its trees grow in other engines until the next publish", why)
-        self._empty(member)
-
-    def drain_slow(self) -> None:
-        """Looks at how much each engine has sampled since the last look, and drains those that are
-        much slower than the others."""
-        speeds: dict[Member, tuple[float, float]] = {}
-        for one in self.engines:
-            if one.state is State.LIVE and "sampled" in one.seen:
-                tokens, seconds = one.seen["sampled"]
-                new, spent = tokens - one.sampled[0], seconds - one.sampled[1]
-                one.sampled = (tokens, seconds)
-                if spent > 0:
-                    speeds[one] = (new, new / spent)
-        for one, (total, each) in speeds.items():
-            others = [speed for other, speed in speeds.items() if other is not one]
-            is_slow = bool(others) and all(
-                own < SLOW_SHARE * statistics.median(speed[kind] for speed in others)
-                for kind, own in enumerate((total, each))
-            )
-            one.num_slow = one.num_slow + 1 if is_slow else 0
-            if one.num_slow >= SLOW_LOOKS:
-                self.drain(one, f"{one} samples {each:.3g} tokens a second of a request")
+        """The live engines with the weights that are due."""
+        return [one for one in self.engines if one.is_live and one.edition == self.due.edition]
 
     @property
     def death(self) -> errors.EngineError | None:
@@ -291,21 +225,18 @@ class Keeper:
         Raises:
             EngineError: no engine took them within engine.deadline_s.
         """
-        former, fingerprint = self.due, source.fingerprint
-        held = set() if former.edition else {found["fingerprint"] for found in self._opened}
+        former = self.due
+        fingerprint = source.fingerprint
+        loaded = set() if former.edition else {found["fingerprint"] for found in self._opened}
         if fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
-        elif held == {fingerprint}:
+        elif loaded == {fingerprint}:
             pieces = []
         else:
             pieces = await asyncio.to_thread(self._stored, source)
         self.due = Weights(former.edition + 1, version, fingerprint, list(source.names), pieces)
         self._last_live = time.monotonic()
-        for member in self.engines:
-            if member.state is State.DRAINED:
-                member.state, member.num_slow = State.LIVE, 0
-        live = [one for one in self.engines if one.state is State.LIVE]
-        await asyncio.gather(*map(self._attend, live))
+        await asyncio.gather(*(self._attend(one) for one in self.engines if one.is_live))
         while not self._answering():
             if (death := self.death) is not None:
                 raise errors.EngineError(
@@ -327,8 +258,8 @@ class Keeper:
     # ------------------------------------------------------------------ trees
 
     async def grown(self, order: dict[str, Any], name: str) -> Mapping[str, Any]:
-        """Returns what an engine has made of an order for a tree, see `RemoteTrees`: whichever has
-        the fewest.
+        """Returns what an engine has made of an order for a tree, see `RemoteTrees`: the one with
+        the fewest trees.
 
         Args:
             name: of the tree, in errors.
@@ -343,21 +274,17 @@ class Keeper:
         while len(faults) < MAX_DEATHS:
             member = await self._free()
             member.num_trees += 1
-            now = {"edition": self.due.edition, "max_context": self.max_context}
-            answer = member.handle.grow.remote(json.dumps(order | now))
+            answer = member.handle.grow.remote(json.dumps(order | {"edition": self.due.edition}))
             asking = asyncio.ensure_future(answer)
             left = asyncio.ensure_future(member.left.wait())
             try:
                 await asyncio.wait((asking, left), return_when=asyncio.FIRST_COMPLETED)
-                if not asking.done():
-                    # It may live on, but out of reach; the tree grows elsewhere.
-                    ray.cancel(answer)
-                    if member.state is not State.DRAINED:
-                        faults.append(f"{member}: {member.fault}")
-                    continue
-                found: dict[str, Any] = value_of(asking.result())
-                self.num_requests += found["requests"]
-                return found
+                if asking.done():
+                    found: dict[str, Any] = value_of(asking.result())
+                    return found
+                # It may live on, but out of reach; the tree grows elsewhere.
+                ray.cancel(answer)
+                faults.append(f"{member}: {member.fault}")
             except ray.exceptions.RayTaskError as error:
                 raise errors.EngineError(
                     f"rollout: tree {name} ended {member} with a fault: {_words(error)}",
@@ -398,8 +325,6 @@ class Keeper:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Does nothing: the engine of each tree drops its own cache."""
 
-    # ------------------------------------------------------------------ what others see
-
     @property
     def policy_version(self) -> int:
         """That of the latest publish."""
@@ -411,98 +336,26 @@ class Keeper:
         return self.config.engine.max_rows * max(1, len(self._answering()))
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns how often engines were asked, and how many engines answer and have died."""
+        """Returns how many engines answer, and how many have died since the last call."""
         metrics = {
-            "time/engine_requests": float(self.num_requests),
             "time/engine_servers": float(len(self._answering())),
             "time/engine_restarts": float(self.num_restarts),
-            "time/engine_drained": float(self.num_drained),
             "time/publish_bytes": float(self.num_bytes),
         }
-        self.num_requests = self.num_restarts = self.num_drained = self.num_bytes = 0
+        self.num_restarts = 0
+        self.num_bytes = 0
         return metrics
 
-    def show_in(self, folder: Path) -> None:
-        """Writes the state of all engines into this run folder from now on."""
-        self._folder = folder
 
-    async def _show(self) -> None:
-        while True:
-            self.drain_slow()
-            if self._folder is not None:
-                with suppress(OSError):
-                    # Readers see the former text or this one.
-                    partial = self._folder / ".roles.json"
-                    partial.write_text(json.dumps(self.roles()), encoding="utf-8")
-                    partial.replace(self._folder / "roles.json")
-            await asyncio.sleep(SHOW_S)
-
-    def roles(self) -> dict[str, Any]:
-        """Returns how each engine is, where, and what it waits for."""
-        return {
-            "written": time.time(),
-            "roles": [
-                {
-                    "role": "engine",
-                    "number": one.number,
-                    "host": one.seen.get("host", ""),
-                    "pid": one.seen.get("pid"),
-                    "state": one.state,
-                    "fault": one.fault,
-                    "starts": one.num_starts,
-                    "queue": one.num_trees,
-                    "waits": one.seen.get("waits", {}),
-                    "version": self.due.version if one.edition else None,
-                    "cpu_s": one.seen.get("cpu_s"),
-                    "memory_bytes": one.seen.get("memory_bytes"),
-                }
-                for one in self.engines
-            ],
-        }
-
-
-class VllmKeeper(Keeper):
-    """The same for engines with vLLM servers, whose weights are out of reach: what they sample is
-    compared after each publish."""
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each server of each engine, by the
-        engine's name and the server's."""
-        import ray
-
-        found: dict[str, Sequence[Completion]] = {}
-
-        async def ask(member: Member) -> None:
-            try:
-                async with asyncio.timeout(self.config.engine.deadline_s):
-                    servers = value_of(await member.handle.canaries.remote(self.due.edition))
-            except TimeoutError:
-                self._lose(member, "it did not answer within engine.deadline_s")
-            except (ray.exceptions.RayError, TreegraftError) as error:
-                self._lose(member, _words(error))
-            else:
-                for name, completions in servers.items():
-                    found[f"{member} {name}"] = [completion_of(one) for one in completions]
-
-        await asyncio.gather(*map(ask, self._answering()))
-        return found
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples by other engines until the next publish, as long as one is left."""
-        for member in self.engines:
-            if name.startswith(f"{member} "):
-                self.drain(member, why)
-
-
-def _tell_fault(task: asyncio.Task[None]) -> None:
-    """Shows a fault of ours: what the task has watched is watched no more."""
+def _report_fault(task: asyncio.Task[None]) -> None:
+    """Logs a fault of ours: the task watches its engine no more."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("cluster: the watch of an engine has ended", exc_info=error)
 
 
 @asynccontextmanager
 async def _within(limit_s: float | None, fault: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded where the block takes longer; None for no limit."""
+    """Raises DeadlineExceeded if the block needs longer; None for no limit."""
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -515,10 +368,9 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TreegraftError):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    is_gone = type(error).__name__ in ("ActorUnavailableError", "ActorDiedError")
-    if is_gone and "creation task" not in lines[0]:
-        return "its process has ended or cannot be reached"
     if not lines:
         return type(error).__name__
-    said = lines[-1] if "creation task" in lines[0] else f"{type(error).__name__}: {lines[0]}"
-    return plain(said, 600)
+    is_of_start = "creation task" in lines[0]
+    if type(error).__name__ in ("ActorUnavailableError", "ActorDiedError") and not is_of_start:
+        return "its process has ended or cannot be reached"
+    return plain(lines[-1] if is_of_start else f"{type(error).__name__}: {lines[0]}", 600)

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -41,7 +40,9 @@ LISTS_PER_ROOT = 2.5
 """Lists for each square root of the passages, rounded to a power of two: 1,024 for 160,000."""
 SAMPLE_PER_LIST = 64
 """Vectors that centroids are fitted to, for each list."""
-_REPORT_S = 10.0
+
+_REPORTED = 100_000
+"""Passages between two lines about the progress of a build."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,6 @@ class DenseIndex:
         except (OSError, ValueError, KeyError, TypeError):
             done = 0
         offsets = array.array("Q")
-        began = reported = time.monotonic()
         with (folder / "vectors.f16").open("ab") as file:
             # Bytes after the last whole block may be a part of one.
             file.truncate(done * encoder.dim * 2)
@@ -125,10 +125,8 @@ class DenseIndex:
                 file.flush()
                 os.fsync(file.fileno())
                 files.write_atomically(progress, json.dumps({"rows": len(offsets)}))
-                if time.monotonic() - reported > _REPORT_S:
-                    reported = time.monotonic()
-                    speed = (len(offsets) - done) / (reported - began)
-                    _log.warning("%d passages embedded, %.0f a second", len(offsets), speed)
+                if len(offsets) // _REPORTED > (len(offsets) - len(block)) // _REPORTED:
+                    _log.warning("%d passages embedded", len(offsets))
         np.save(folder / "offsets.npy", np.frombuffer(offsets, np.uint64))
         if len(offsets) > FLAT_LIMIT:
             save_lists(_stored(folder, len(offsets), encoder.dim), folder / "lists.faiss")

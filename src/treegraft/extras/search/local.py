@@ -6,27 +6,11 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from treegraft.extras.search.corpus import Corpus, checksum, corpus_path, read_rows
 from treegraft.extras.search.home import SMALL_BYTES, find_or_make, index_home
 from treegraft.parts import Batcher, build_encoder, errors, interfaces, packages
-
-
-class PassageIndex(Protocol):
-    """Rows of a corpus by query; called from one thread at a time."""
-
-    @property
-    def offsets(self) -> npt.NDArray[np.uint64]: ...
-
-    def search(
-        self, queries: Sequence[str], top_k: int
-    ) -> list[tuple[npt.NDArray[np.int64], Any]]: ...
-
-    def close(self) -> None: ...
 
 
 def corpus_search(search: Any) -> CorpusSearch:
@@ -101,7 +85,7 @@ class CorpusSearch:
 
     is_remote = False
 
-    def __init__(self, corpus: Corpus, index: PassageIndex, kind: str) -> None:
+    def __init__(self, corpus: Corpus, index: Any, kind: str) -> None:
         """Takes over both, and closes them.
 
         Args:

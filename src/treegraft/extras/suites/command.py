@@ -124,7 +124,8 @@ def _run_suite(
         result = evaluate_suite(checkpoint, plan, config, overrides, display=display)
     if result.report is not None:
         if as_json:
-            ending = {"folder": str(result.folder), "is_stopped": result.is_stopped}
+            is_stopped = result.stopped_by is not None
+            ending = {"folder": str(result.folder), "is_stopped": is_stopped}
             print(json.dumps(result.report.as_dict() | ending))
         else:
             from treegraft.extras.suites.show import print_report
@@ -145,8 +146,8 @@ def compare_suites(folders: Sequence[Path], as_json: bool) -> None:
 
     Raises SettingError for another number of folders.
     """
+    from treegraft.extras.suites.compare import compare_evaluations
     from treegraft.extras.suites.show import print_comparison
-    from treegraft.extras.suites.versus import compare_evaluations
 
     if len(folders) != 2:
         raise SettingError(

@@ -48,36 +48,25 @@ class EvalFolder:
                 process is at work in it.
         """
         folder = cls(path)
-        wanted: dict[str, dict[str, Any]] = {
-            one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source}
-            for one in sets
-        }
+        wanted: dict[str, dict[str, Any]] = {}
+        for one in sets:
+            wanted[one.name] = {
+                "digest": one.digest,
+                "num": len(one.tasks),
+                "source": one.source,
+            }
         held: dict[str, Any] = {}
-        changed: list[str] = []
         # Hidden files, such as a lock, are no evaluation.
         if path.is_dir() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
-            before, held = found["asked"], found["sets"]
-            changed += [
-                f"{name} was {before.get(name)!r} and is now {asked.get(name)!r}"
-                for name in sorted(before.keys() | asked.keys())
-                if before.get(name) != asked.get(name)
-            ]
-        for name in sorted(held.keys() & wanted.keys()):
-            old, new = held[name], wanted[name]
-            if old["digest"] != new["digest"]:
-                changed.append(
-                    f"set {name} was {old['num']} items of '{old['source']}' and is now"
-                    f" {new['num']} items of '{new['source']}' with other items or order"
-                )
-        if changed:
-            more = [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
-            raise errors.CheckpointError(
-                f"evaluation '{path}' was begun with other settings:"
-                f" {'; '.join((*changed[:5], *more))}. Numbers of two settings cannot be mixed:"
-                " give the same ones to go on, or name another folder with --into.",
-                code="evaluation-other-settings",
-            )
+            held = found["sets"]
+            folder._refuse_changed(found["asked"], asked)
+            for name in held.keys() & wanted.keys():
+                # Where a set was read from may change, its items may not.
+                items = [
+                    f"{one['num']} items, {one['digest']}" for one in (held[name], wanted[name])
+                ]
+                folder._refuse_changed({f"set {name}": items[0]}, {f"set {name}": items[1]})
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -101,6 +90,20 @@ class EvalFolder:
             raise
         return folder
 
+    def _refuse_changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = []
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                changed.append(f"{name} was {before.get(name)!r} and is now {now.get(name)!r}")
+        if changed:
+            more = [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
+            raise errors.CheckpointError(
+                f"evaluation '{self.path}' was begun with other settings:"
+                f" {'; '.join([*changed[:5], *more])}. Numbers of two settings cannot be mixed:"
+                " give the same ones to go on, or name another folder with --into.",
+                code="evaluation-other-settings",
+            )
+
     def asked(self) -> dict[str, Any]:
         """Returns the two tables of eval.json, "asked" and "sets".
 
@@ -115,15 +118,9 @@ class EvalFolder:
                 )
             # A folder of an earlier version holds settings that no longer count.
             asked = measuring.Subject.that_count(data["asked"])
-            sets = {
-                str(name): {
-                    "digest": one["digest"],
-                    "num": int(one["num"]),
-                    "source": one["source"],
-                }
-                for name, one in data["sets"].items()
-            }
-            return {"asked": asked, "sets": sets}
+            for one in data["sets"].values():
+                one["digest"], int(one["num"]), one["source"]
+            return {"asked": asked, "sets": data["sets"]}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             reason = "it has no eval.json" if isinstance(error, FileNotFoundError) else str(error)
             raise errors.CheckpointError(
@@ -224,7 +221,7 @@ class EvalFolder:
         self._lock.release()
 
 
-def is_finished(tree: Tree) -> bool:
-    """Returns whether an item needs no further run: none of its trajectories was lost to a failure
-    of ours."""
-    return all(leaf.status is not Status.FAILED for leaf in tree.leaves)
+def is_finished(tree: Tree | None) -> bool:
+    """Returns whether an item needs no further run: it has a tree, of which no trajectory was lost
+    to a failure of ours."""
+    return tree is not None and all(leaf.status is not Status.FAILED for leaf in tree.leaves)

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from treegraft import Status, Trajectory, Tree
 from treegraft.extras.suites.judge import Verdict, verdict_key
-from treegraft.extras.suites.scores import (
-    Interval,
-    call_limits,
-    calls_by_tool,
-    num_sampled_tokens,
-    pass_ks,
-    score_interval,
-    stratified_bootstrap,
-)
 from treegraft.extras.suites.sets import GROUPS, MEASURES, EvalSet, SetRule
 from treegraft.parts import measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its 95 % bootstrap interval: Interval(mean=0.41, low=0.35, high=0.47)"""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, *groups: Sequence[float]) -> Interval:
+        """Returns the unweighted mean of the groups' means, items resampled within each group.
+
+        A group has one number for each item, the mean over its samples, because another test set
+        would have other items.
+        """
+        # Loaded where numbers are computed: it takes a second.
+        from treegraft.extras.statistics import mean_of_means
+
+        mean, ends = mean_of_means(groups)
+        return cls(mean, *ends)
+
+    @classmethod
+    def of_scores(cls, values: Sequence[float]) -> Interval:
+        """Returns the same of scores from 0 to 1. If all are 0 or all 1, resampled items have no
+        spread: then it is Wilson's interval of a share."""
+        from treegraft.extras.statistics import wilson
+
+        found = cls.over(values)
+        if {*values} in ({0.0}, {1.0}):
+            return cls(found.mean, *wilson(found.mean, len(values)))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +104,12 @@ class SetNumbers:
     """Answers with a verdict, those that could not be read included."""
     num_unparsed: int = 0
     """Replies of the judge that were no verdict; they count as not correct."""
-    judge_yes_rule_no: int = 0
-    """Trajectories that the judge calls correct and the rule does not."""
-    judge_no_rule_yes: int = 0
+    num_disagreements: int = 0
+    """Trajectories that the judge calls correct and the rule does not, or the other way round."""
     disagreements: list[str] = field(default_factory=list)
-    """Ids of the items with one."""
+    """Ids of their items."""
     pass_at: dict[int, float] = field(default_factory=dict)
     """k -> unbiased pass@k, by the judge where `measure` is the judge's and by rule elsewhere."""
-    pass_within: dict[int, dict[int, float]] = field(default_factory=dict)
-    """T -> k -> pass@(k, T), in which a trajectory counts as right if it made at most T calls
-    (arXiv 2604.14877): what an agent reaches under a limit of T calls of which it is not told. T is
-    0, the powers of two below the most calls of a trajectory, and these. Empty without a call."""
     tool_calls_mean: float
     tool_calls: dict[str, float] = field(default_factory=dict)
     """Mean calls of a trajectory, by tool."""
@@ -154,24 +172,12 @@ def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory]
 
 def item_means(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> list[float]:
     """Returns one number per tree: the mean over its trajectories."""
-    return [statistics.fmean(score(path) for path in tree.trajectories()) for tree in trees]
+    return [fmean(score(path) for path in tree.trajectories()) for tree in trees]
 
 
-def _counts(
-    trees: Sequence[Tree], is_correct: Callable[[Trajectory], bool], most: float = math.inf
-) -> list[tuple[int, int]]:
-    """Samples and right ones with at most so many calls, by item."""
-
-    def counts(path: Trajectory) -> bool:
-        return path.num_tool_calls <= most and is_correct(path)
-
-    return [(len(tree.leaves), sum(map(counts, tree.trajectories()))) for tree in trees]
-
-
-def _passed(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int, float]:
-    return {
-        k: statistics.fmean(measuring.pass_at_k(num, right, k) for num, right in counts) for k in ks
-    }
+def pass_ks(num_samples: int) -> list[int]:
+    """Returns the k of pass@k that are reported: 1, 3, 5 as in the papers, and powers of two."""
+    return [k for k in sorted({1, 3, 5, *(2**n for n in range(1, 12))}) if k <= num_samples]
 
 
 def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetNumbers:
@@ -181,25 +187,28 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         ValueError: no trees.
     """
     measure = main_measure(one.rule, verdicts)
-    score, is_correct = main_score(measure, verdicts), correctness(measure, verdicts)
+    score = main_score(measure, verdicts)
+    is_correct = correctness(measure, verdicts)
     paths = [path for tree in trees for path in tree.trajectories()]
     status = Counter(path.status for path in paths)
     completed = [score(path) for path in paths if path.status is Status.COMPLETED]
-    counts = _counts(trees, is_correct)
+    counts = []
+    for tree in trees:
+        counts.append((len(tree.leaves), sum(map(is_correct, tree.trajectories()))))
     # pass@k needs k samples of every item.
     num_samples = min(num for num, _ in counts)
-    ks = pass_ks(num_samples)
-    calls = sum((calls_by_tool(path) for path in paths), Counter[str]())
+    pass_at = {}
+    for k in pass_ks(num_samples):
+        pass_at[k] = fmean(measuring.pass_at_k(num, right, k) for num, right in counts)
+    calls: Counter[str] = Counter()
+    for path in paths:
+        for content in path.contents:
+            # Calls without a result were not run.
+            calls.update(call.name for call in content.calls[: len(content.observations)])
     num_calls = sum(path.num_tool_calls for path in paths)
-
-    parts: dict[str, Any] = {
-        name: statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
-        for name in ("em", "f1", "match")
-    }
-    by_level: dict[str, list[Tree]] = {}
-    for tree in trees:
-        if tree.task.category:
-            by_level.setdefault(tree.task.category, []).append(tree)
+    parts: dict[str, Any] = {}
+    for name in ("em", "f1", "match"):
+        parts[name] = fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
     return SetNumbers(
         name=one.name,
         source=one.source,
@@ -210,41 +219,48 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         num_truncated=status[Status.TRUNCATED],
         num_violations=status[Status.FORMAT_VIOLATION],
         num_failed=status[Status.FAILED],
-        score=score_interval(item_means(trees, score)),
-        score_completed=statistics.fmean(completed) if completed else None,
+        score=Interval.of_scores(item_means(trees, score)),
+        score_completed=fmean(completed) if completed else None,
         **parts,
-        pass_at=_passed(counts, ks),
-        pass_within={
-            most: _passed(_counts(trees, is_correct, most), ks)
-            for most in call_limits(max(path.num_tool_calls for path in paths))
-        },
+        pass_at=pass_at,
         tool_calls_mean=num_calls / len(paths),
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
-        sampled_tokens_mean=statistics.fmean(num_sampled_tokens(path) for path in paths),
+        sampled_tokens_mean=fmean(sum(path.sampled_mask) for path in paths),
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
-        levels={
-            level: LevelNumbers(
-                num_items=len(members), score=score_interval(item_means(members, score))
-            )
-            for level, members in sorted(by_level.items())
-        },
+        levels=_levels(trees, score),
         notes=list(one.notes),
         **(_judged(paths, verdicts) if verdicts is not None else {}),
     )
 
 
+def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict[str, LevelNumbers]:
+    by_level: dict[str, list[Tree]] = {}
+    for tree in trees:
+        if tree.task.category:
+            by_level.setdefault(tree.task.category, []).append(tree)
+    found = {}
+    for level, members in sorted(by_level.items()):
+        own = Interval.of_scores(item_means(members, score))
+        found[level] = LevelNumbers(num_items=len(members), score=own)
+    return found
+
+
 def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
-    judged = [(path, said) for path in paths if (said := verdicts.of(path)) is not None]
-    # A reply that could not be read agrees with nobody, so it is no disagreement either.
-    read = [(path, one == Verdict.CORRECT) for path, one in judged if one != Verdict.UNPARSED]
-    differ = [(path, yes) for path, yes in read if yes != bool(path.leaf.is_correct)]
+    said = Counter(verdicts.of(path) for path in paths)
+    num_judged = len(paths) - said[None]
+    differ = []
+    for path in paths:
+        verdict = verdicts.of(path)
+        # A reply that could not be read agrees with nobody, so it is no disagreement either.
+        opposite = Verdict.INCORRECT if path.leaf.is_correct else Verdict.CORRECT
+        if verdict == opposite:
+            differ.append(path.task.id)
     return {
-        "judge": sum(yes for _, yes in read) / len(paths),
-        "num_judged": len(judged),
-        "num_unparsed": len(judged) - len(read),
-        "judge_yes_rule_no": sum(yes for _, yes in differ),
-        "judge_no_rule_yes": sum(not yes for _, yes in differ),
-        "disagreements": sorted({path.task.id for path, _ in differ}),
+        "judge": said[Verdict.CORRECT] / len(paths),
+        "num_judged": num_judged,
+        "num_unparsed": said[Verdict.UNPARSED],
+        "num_disagreements": len(differ),
+        "disagreements": sorted(set(differ)),
     }
 
 
@@ -265,19 +281,19 @@ def suite_numbers(
     """
     begun = {one.name: one for one in sets if trees[one.name]}
 
-    def means(names: Iterable[str], group: str = "") -> list[list[float]]:
+    def mean(names: Iterable[str], group: str = "") -> Interval:
         own = MEASURES.get(group, {})
-        measures = {one: main_measure(begun[one].rule, verdicts, own.get(one, "")) for one in names}
-        return [
-            item_means(trees[name], main_score(measure, verdicts))
-            for name, measure in measures.items()
-        ]
+        scores = []
+        for name in names:
+            measure = main_measure(begun[name].rule, verdicts, own.get(name, ""))
+            scores.append(item_means(trees[name], main_score(measure, verdicts)))
+        return Interval.over(*scores)
 
-    whole = {
-        group: names
-        for group, names in GROUPS.items()
-        if {*names} < begun.keys() or ({*names} == begun.keys() and group in MEASURES)
-    }
+    groups = {}
+    for group, names in GROUPS.items():
+        # One that is all there is says the same as the mean, unless it has other measures.
+        if {*names} < begun.keys() or ({*names} == begun.keys() and group in MEASURES):
+            groups[group] = mean(names, group)
     return SuiteNumbers(
         checkpoint=checkpoint,
         temperature=temperature,
@@ -285,7 +301,7 @@ def suite_numbers(
         seed=seed,
         judge_model=None if verdicts is None else verdicts.model,
         sets=[set_numbers(one, trees[one.name], verdicts) for one in begun.values()],
-        mean=stratified_bootstrap(means(begun)),
-        groups={group: stratified_bootstrap(means(names, group)) for group, names in whole.items()},
+        mean=mean(begun),
+        groups=groups,
         is_complete=all(len(trees[one.name]) == len(one.tasks) for one in sets),
     )

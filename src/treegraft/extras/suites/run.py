@@ -70,17 +70,12 @@ class SuiteResult:
     """The result of `evaluate_suite`."""
 
     report: SuiteNumbers | None
-    """None where a stop came before the first item was done."""
+    """None if a stop came before the first item was done."""
     folder: Path
     stopped_by: int | None
-    """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+    """The signal that ended it, SIGINT for Ctrl-C; None if none did."""
     num_done: int
     num_items: int
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal ended it."""
-        return self.stopped_by is not None
 
 
 def evaluate_suite(
@@ -126,11 +121,20 @@ def evaluate_suite(
     folder = EvalFolder.open(at, asked_of(agent, sampling), sets)
     try:
         # Reads the trees so far, which may be damaged.
-        work = _Suite(agent, plan, sampling, sets, folder, display or NoDisplay())
+        work = _Suite(agent, sampling, sets, folder, display or NoDisplay())
         is_stopped = interrupt.run_to_end(work.main(judge), on_interrupt=work.stop.ask)
         # Also after a stop: the numbers of the finished items.
-        report = work.report(subject)
-        if report is not None:
+        report = None
+        if any(work.trees.values()):
+            report = suite_numbers(
+                sets,
+                {one.name: work.ordered(one) for one in sets},
+                work.verdicts_of(judge),
+                checkpoint=subject,
+                temperature=sampling.temperature,
+                num_samples=sampling.num_samples,
+                seed=agent.config.run.seed,
+            )
             folder.write_report(report.as_dict())
     finally:
         folder.close()
@@ -163,22 +167,35 @@ class _Suite:
     def __init__(
         self,
         agent: measuring.Subject,
-        plan: SuitePlan,
         sampling: Sampling,
         sets: Sequence[EvalSet],
         folder: EvalFolder,
         display: interfaces.Display,
     ) -> None:
-        self._agent, self._plan, self._sampling = agent, plan, sampling
-        self._sets, self._folder, self._display = sets, folder, display
+        self._agent = agent
+        self._sampling = sampling
+        self._sets = sets
+        self._folder = folder
+        self._display = display
         self.stop = interrupt.Stop()
-        self._watch = agent.watch
         self._verdicts = folder.verdicts()
         self.trees: dict[str, dict[str, Tree]] = {}
         for one in sets:
             # The folder may hold more items than this call asks for.
-            wanted, held = {task.id for task in one.tasks}, folder.trees(one.name)
+            wanted = {task.id for task in one.tasks}
+            held = folder.trees(one.name)
             self.trees[one.name] = {name: tree for name, tree in held.items() if name in wanted}
+
+    def ordered(self, one: EvalSet) -> list[Tree]:
+        """Returns the trees of a set in the order of its items, whatever that of their ends."""
+        held = self.trees[one.name]
+        return [held[task.id] for task in one.tasks if task.id in held]
+
+    def verdicts_of(self, judge: Judge | None) -> Verdicts | None:
+        """Returns the verdicts of this judge; None without one."""
+        if judge is None:
+            return None
+        return Verdicts(model=judge.settings.model, by_key=self._verdicts)
 
     async def main(self, judge: Judge | None) -> bool:
         """Runs the items that are left; returns whether a stop came first."""
@@ -188,75 +205,52 @@ class _Suite:
                 warn, "stopping; what is done is kept", "Ctrl-C again to stop at once"
             ):
                 await self.stop.interruptible(
-                    self._all(judge), waits_on=self._watch, on_heartbeat=warn
+                    self._all(judge), waits_on=self._agent.watch, on_heartbeat=warn
                 )
         except interrupt.Interrupted:
             return True
         return False
 
     async def _all(self, judge: Judge | None) -> None:
-        left = {
-            one.name: [
-                task
-                for task in one.tasks
-                if (tree := self.trees[one.name].get(task.id)) is None or not is_finished(tree)
-            ]
-            for one in self._sets
-        }
+        left: dict[str, list[Task]] = {}
+        for one in self._sets:
+            done = self.trees[one.name]
+            own = [task for task in one.tasks if not is_finished(done.get(task.id))]
+            if own:
+                left[one.name] = own
         # A call that only judges, or only reports, loads no model.
-        if tasks := [task for one in left.values() for task in one]:
-            async with self._agent.opened(tasks) as parts:
-                for one in self._sets:
-                    if left[one.name]:
-                        await self._run_set(one, left[one.name], parts)
+        if left:
+            async with self._agent.opened([task for own in left.values() for task in own]) as parts:
+                for name, own in left.items():
+                    await self._run_set(name, own, parts)
         if judge is not None:
             await self._judge(judge)
 
-    async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: measuring.Parts) -> None:
-        num_before = len(one.tasks) - len(left)
+    async def _run_set(self, name: str, left: Sequence[Task], parts: measuring.Parts) -> None:
+        num_items = next(len(one.tasks) for one in self._sets if one.name == name)
+        num_before = num_items - len(left)
 
         def keep(done: int, tree: Tree) -> None:
-            self._folder.add_tree(one.name, tree)
-            self.trees[one.name][tree.task.id] = tree
-            self._display.phase(one.name, num_before + done, len(one.tasks), str(self._watch))
+            self._folder.add_tree(name, tree)
+            self.trees[name][tree.task.id] = tree
+            self._display.phase(name, num_before + done, num_items, str(self._agent.watch))
 
         await self._agent.grow(parts, left, self._sampling, keep)
 
     async def _judge(self, judge: Judge) -> None:
-        trees = [tree for trees in self.trees.values() for tree in trees.values()]
-        paths = [path for tree in trees for path in tree.trajectories()]
-        asked = [
-            (path.task, answer)
-            for path in paths
-            if (answer := measuring.answer_of(path)) is not None
-        ]
+        asked = []
+        for one in self._sets:
+            for tree in self.trees[one.name].values():
+                for path in tree.trajectories():
+                    if (answer := measuring.answer_of(path)) is not None:
+                        asked.append((path.task, answer))
 
         def keep(row: Mapping[str, str]) -> None:
             self._folder.add_verdict(row)
             self._verdicts[row["key"]] = row["verdict"]
 
         def progress(done: int, total: int) -> None:
-            self._display.phase("judge", done, total, str(self._watch))
+            self._display.phase("judge", done, total, str(self._agent.watch))
 
-        with self._watch.waiting(f"judge {judge.settings.model}"):
+        with self._agent.watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
-
-    def report(self, subject: str) -> SuiteNumbers | None:
-        """Returns the numbers of the finished items; None without one."""
-        # In the order of the items, whatever the order of their ends.
-        ordered = {
-            one.name: [trees[task.id] for task in one.tasks if task.id in trees]
-            for one, trees in zip(self._sets, self.trees.values(), strict=True)
-        }
-        if not any(ordered.values()):
-            return None
-        judge = self._plan.judge
-        return suite_numbers(
-            self._sets,
-            ordered,
-            None if judge is None else Verdicts(model=judge.model, by_key=self._verdicts),
-            checkpoint=subject,
-            temperature=self._sampling.temperature,
-            num_samples=self._sampling.num_samples,
-            seed=self._agent.config.run.seed,
-        )

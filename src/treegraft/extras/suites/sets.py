@@ -1,18 +1,17 @@
-"""The papers' evaluation sets by name, each with its source, columns and measure.
-
-ARPO (arXiv 2507.19849) reports 13 sets. RAPO (arXiv 2603.03078) reports 14 of which WebWalkerQA is
-counted twice, as knowledge and as web.
-"""
+"""The papers' evaluation sets by name, in sets.toml, and how their rows are read."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from treegraft import DataError, SettingError, Task
 from treegraft.parts import errors, fields, keyed, measuring, readers
@@ -55,113 +54,36 @@ class SetRule:
     the first 500); None where it is not known."""
 
 
-_PROBLEM = ("problem", "question")
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SETS: Mapping[str, SetRule] = TypeAdapter(dict[str, SetRule]).validate_python(_TABLES["sets"])
+"""Every set by name."""
 
-SETS: Mapping[str, SetRule] = {
-    "aime24": SetRule(
-        measure="math", question=_PROBLEM, hub="hub:HuggingFaceH4/aime_2024:train", num_scored=30
-    ),
-    "aime25": SetRule(
-        measure="math", question=_PROBLEM, hub="hub:math-ai/aime25:test", num_scored=30
-    ),
-    "math500": SetRule(
-        measure="math",
-        question=_PROBLEM,
-        level=("level",),
-        hub="hub:HuggingFaceH4/MATH-500:test",
-        num_scored=500,
-    ),
-    "gsm8k": SetRule(measure="math", after="####", hub="hub:openai/gsm8k:main/test"),
-    "math": SetRule(
-        measure="math",
-        question=_PROBLEM,
-        boxed=("solution",),
-        level=("level",),
-        hub="hub:DigitalLearningGmbH/MATH-lighteval:test",
-        num_scored=500,
-    ),
-    "hotpotqa": SetRule(
-        measure="f1",
-        level=("level",),
-        hub="hub:hotpotqa/hotpot_qa:distractor/validation",
-        num_scored=200,
-    ),
-    "2wiki": SetRule(
-        measure="f1",
-        aliases=("answer_aliases",),
-        level=("type",),
-        hub="hub:framolfese/2WikiMultihopQA:validation",
-        num_scored=200,
-    ),
-    "musique": SetRule(
-        measure="f1",
-        aliases=("answer_aliases",),
-        hub="hub:dgslibisey/MuSiQue:validation",
-        num_scored=200,
-    ),
-    "bamboogle": SetRule(measure="f1", hub="hub:chiayewken/bamboogle:test", num_scored=125),
-    "simpleqa": SetRule(
-        measure="judge", question=_PROBLEM, hub="hub:basicv8vc/SimpleQA:test", num_scored=500
-    ),
-    "webwalker": SetRule(
-        measure="judge",
-        level=("info.difficulty_level", "difficulty_level", "level"),
-        hub="hub:callanwu/WebWalkerQA:main",
-        num_scored=200,
-    ),
-    "gaia": SetRule(
-        measure="judge",
-        reference=("final answer", "answer"),
-        level=("level",),
-        must_be_blank=("file_name",),
-        hub="hub:gaia-benchmark/GAIA:2023_all/validation",
-        num_scored=103,
-    ),
-    "hle": SetRule(
-        measure="judge",
-        level=("category",),
-        must_be_blank=("image",),
-        hub="hub:cais/hle:test",
-        num_scored=500,
-    ),
-    "xbench": SetRule(measure="judge", num_scored=100),
-    "browsecomp": SetRule(
-        measure="judge", question=_PROBLEM, level=("problem_topic",), canary="canary"
-    ),
-}
-"""Every set by name. xbench-DeepSearch is read from decrypted files alone; BrowseComp is published
-as CSV outside the hub, whose rows are decrypted as they are read."""
 
-_COMPUTATION = ("aime24", "aime25", "math500", "gsm8k", "math")
-_KNOWLEDGE = ("hotpotqa", "2wiki", "musique", "bamboogle")
-_WEB = ("webwalker", "gaia", "hle", "xbench")
-_RAPO_WEB = ("simpleqa", "gaia", "webwalker", "browsecomp")
+def _members(names: Sequence[str]) -> tuple[str, ...]:
+    """The sets of these names, of which some are groups."""
+    found: list[str] = []
+    for name in names:
+        found += [name] if name in SETS else _members(_TABLES["groups"][name])
+    return tuple(found)
+
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "arpo": (*_COMPUTATION, *_KNOWLEDGE, *_WEB),
-    "rapo": (*_COMPUTATION, *_KNOWLEDGE, *_RAPO_WEB),
-    "computation": _COMPUTATION,
-    "knowledge": _KNOWLEDGE,
-    "web": _WEB,
-    "rapo-knowledge": (*_KNOWLEDGE, "webwalker"),
-    "rapo-web": _RAPO_WEB,
-    "arpo-reasoning": (*_COMPUTATION, *_KNOWLEDGE, "webwalker"),
-    "rapo-reasoning": (*_COMPUTATION, *_KNOWLEDGE, "webwalker"),
+    name: _members(names) for name, names in _TABLES["groups"].items()
 }
-"""Several sets by one name; the last two are the ten of the papers' main tables."""
+"""Several sets by one name."""
 
-_JUDGED = dict.fromkeys((*_COMPUTATION, *_WEB), "judge")
-_RAPO = _JUDGED | dict.fromkeys((*_KNOWLEDGE, *_RAPO_WEB), "f1")
+
+def _measures(paper: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, measure in _TABLES["measures"].get(paper, {}).items():
+        found |= dict.fromkeys(_members([name]), measure)
+    return found
+
+
 MEASURES: Mapping[str, Mapping[str, str]] = {
-    "arpo": _JUDGED,
-    "arpo-reasoning": _JUDGED,
-    "rapo": _RAPO,
-    "rapo-knowledge": _RAPO,
-    "rapo-web": _RAPO,
-    "rapo-reasoning": _RAPO,
+    name: own for name in GROUPS if (own := _measures(name.partition("-")[0]))
 }
-"""The measures of a paper's groups, by set, where they differ from those of the sets: both papers
-judge mathematics, and RAPO takes F1 on the web sets."""
+"""The measures of a paper's groups, by set, if they differ from those of the sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

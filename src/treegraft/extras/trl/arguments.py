@@ -42,46 +42,36 @@ HOST = Host(
 
 _BY_TREES = "the rollouts are trees by the recipe's [explore], [rollout] and [engine]"
 _BY_REWARD = "rewards and their weights are the recipe's [reward]"
-TRL = (
-    Only("mask_truncated_completions", False, "loss.learn_from_truncated of the recipe says it"),
-    Only(
-        "importance_sampling_level",
-        "token",
-        "one ratio for a whole row does not go with steps that have advantages of their own",
-    ),
-    Only("multi_objective_aggregation", "sum_then_normalize", _BY_REWARD),
-    Only("reward_weights", None, _BY_REWARD),
-    Only(
-        "off_policy_mask_threshold",
-        None,
-        "it masks whole rows by the sign of their advantage, which tokens differ in here",
-    ),
-    Only("entropy_coef", 0.0, "loss.entropy_coef of the recipe says it"),
-    Only("top_p", 1.0, _BY_TREES),
-    Only("top_k", 0, _BY_TREES),
-    Only("min_p", None, _BY_TREES),
-    Only("repetition_penalty", 1.0, _BY_TREES),
-    Only("generation_kwargs", None, _BY_TREES),
-    Only("cache_implementation", None, _BY_TREES),
-    Only("use_transformers_continuous_batching", False, _BY_TREES),
-    Only("max_tool_calling_iterations", None, "rollout.max_tool_calls of the recipe says it"),
-    Only("chat_template_kwargs", None, "format.template_options of the recipe says it"),
-    Only("num_train_epochs", 3.0, "leave it out; run.num_updates of the recipe says it"),
-    Only("remove_unused_columns", False, "rows find their task by a column"),
-    Only("do_eval", False, "trees are for training; measure a checkpoint with `treegraft eval`"),
-)
-"""TRL's arguments that have to keep their default."""
-VLLM = (Only("vllm_structured_outputs_regex", None, _BY_TREES),)
-"""The same, where use_vllm is set."""
-COLOCATE = (
-    Only(
-        "vllm_tensor_parallel_size",
-        1,
-        "processes of a group have to ask for the same tokens in one order, and tools answer in"
-        ' none; take vllm_mode = "server"',
-    ),
-)
-"""The same, where vLLM is in the trainer's process."""
+_OF_ROWS = "steps of a row have advantages of their own, and it treats the row as one"
+TRL = {
+    "mask_truncated_completions": "loss.learn_from_truncated of the recipe says it",
+    "importance_sampling_level": _OF_ROWS,
+    "off_policy_mask_threshold": _OF_ROWS,
+    "multi_objective_aggregation": _BY_REWARD,
+    "reward_weights": _BY_REWARD,
+    "entropy_coef": "loss.entropy_coef of the recipe says it",
+    "top_p": _BY_TREES,
+    "top_k": _BY_TREES,
+    "min_p": _BY_TREES,
+    "repetition_penalty": _BY_TREES,
+    "generation_kwargs": _BY_TREES,
+    "cache_implementation": _BY_TREES,
+    "use_transformers_continuous_batching": _BY_TREES,
+    "max_tool_calling_iterations": "rollout.max_tool_calls of the recipe says it",
+    "chat_template_kwargs": "format.template_options of the recipe says it",
+    "num_train_epochs": "leave it out; run.num_updates of the recipe says it",
+    "remove_unused_columns": "rows find their task by a column",
+    "do_eval": "trees are for training; measure a checkpoint with `treegraft eval`",
+    "eval_strategy": "trees are for training; measure a checkpoint with `treegraft eval`",
+}
+"""TRL's arguments that have to keep their default, and why."""
+VLLM = {
+    "vllm_mode": "trees get their tokens from the vLLM in the trainer's process",
+    "vllm_structured_outputs_regex": _BY_TREES,
+    "vllm_tensor_parallel_size": "processes of a group have to request the same tokens in one"
+    " order, and tools answer in none",
+}
+"""The same with use_vllm."""
 
 
 def derived(config: Config, *, uses_vllm: bool) -> dict[str, Derived]:
@@ -204,21 +194,15 @@ def check_recipe(config: Config) -> None:
 def check_arguments(config: Config, args: GRPOConfig) -> None:
     """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
     contradict the recipe; `grpo_config` makes the right ones."""
-    # A server's processes are its own.
-    colocates = args.use_vllm and args.vllm_mode == "colocate"
-    only = (*TRL, *(VLLM if args.use_vllm else ()), *(COLOCATE if colocates else ()))
+    reasons = TRL | (VLLM if args.use_vllm else {})
+    fields = GRPOConfig.__dataclass_fields__
+    only = [Only(name, fields[name].default, why) for name, why in reasons.items()]
     HOST.check_arguments(only, derived(config, uses_vllm=args.use_vllm), partial(getattr, args))
     if config.loss.engine_ratio_cap is not None and not args.use_vllm:
         raise SettingError(
             f"loss.engine_ratio_cap: got {config.loss.engine_ratio_cap:g}, expected none inside TRL"
             " without use_vllm: it has this correction for vLLM's samples alone.",
             code="trl-ratio-cap",
-        )
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no":
-        raise SettingError(
-            f"eval_strategy: got '{args.eval_strategy}', expected 'no': trees are for training;"
-            " measure a checkpoint with `treegraft eval`.",
-            code="trl-evaluates",
         )
     _check_batches(config, args)
 

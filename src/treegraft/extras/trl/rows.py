@@ -23,12 +23,10 @@ class Row(NamedTuple):
 
 def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     """Returns explore.num_leaves rows for each tree, in the order of its leaves."""
-    size, rows = config.explore.num_leaves, list[Row]()
-    # What is imitated is a loss of its own, see `lessons`.
-    loss = config.loss.model_copy(update={"graft_coef": 0.0})
-    plain = config.model_copy(update={"loss": loss})
+    size = config.explore.num_leaves
+    rows: list[Row] = []
     for tree in trees:
-        counting = {row.leaf_id: row for row in HOST.rows(tree, plain)}
+        counting = {row.leaf_id: row for row in HOST.rows(tree, config)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
         prompt_ids = tree.steps[0].token_ids.tolist()
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]

@@ -18,7 +18,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from treegraft import Config, Session, SettingError, Tree, load_config, read_trees
 from treegraft.extras.trl.arguments import check_arguments, check_recipe, grpo_config
-from treegraft.extras.trl.lessons import Text, imitated_texts, stored_texts, text_rows
 from treegraft.extras.trl.models import loaded_dtype, lora_config, same_tokenizer, with_model
 from treegraft.extras.trl.rows import (
     Row,
@@ -31,23 +30,20 @@ from treegraft.extras.trl.rows import (
     tree_rows,
     trl_coefficients,
 )
-from treegraft.extras.trl.vllm import token_source
+from treegraft.extras.trl.vllm import Colocated
 from treegraft.parts import losses, measuring, served
 
 OBJECTS = {"train_dataset": "tasks", "reward_funcs": "rewards", "tools": "tools"}
 """Arguments of GRPOTrainer that may take the place of a recipe's settings, and what `Session` calls
 them."""
-OF_RECIPE = {
-    "reward_processing_classes": "[reward]",
-    "environment_factory": "[environment]",
-    "rollout_func": "[explore]",
-}
-"""Arguments of GRPOTrainer that a recipe says, and where."""
 REFUSED = {
+    "reward_processing_classes": "[reward] of the recipe says it",
+    "environment_factory": "[environment] of the recipe says it",
+    "rollout_func": "[explore] of the recipe says it",
     "eval_dataset": "trees are for training; measure a checkpoint with `treegraft eval`",
     "quantization_config": "the engine needs the plain model's weights",
 }
-"""Its arguments that mean nothing beside trees."""
+"""Arguments of GRPOTrainer that mean nothing with a recipe, and why."""
 
 
 def tree_reward(*, reward: Sequence[float | None], **_: Any) -> list[float | None]:
@@ -107,8 +103,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             args.model_init_kwargs = {**given, "dtype": dtype}
         self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
         self._rows: list[Row] = []
-        self._texts: list[Text] = []
-        self._lessons: list[Tree] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
         """This process's trees of the last generation."""
@@ -158,7 +152,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
         self._last_loaded_step = -1
         engine: Any = self._session.engine
-        engine.server = token_source(self.vllm_generation, self.args, engine.capacity)
+        engine.server = Colocated(self.vllm_generation.llm, self.accelerator.device)
         self._held.callback(engine.server.close)
         engine.max_context, engine.end_ids = engine.server.max_context, set(self.eos_token_ids)
 
@@ -192,14 +186,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if not (self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)):
             return
-        for name in ("graft_coef", "lesson_coef"):
-            if value := getattr(self.recipe.loss, name):
-                raise SettingError(
-                    f"loss.{name}: got {value:g} under FSDP or DeepSpeed ZeRO-3, expected 0:"
-                    " processes have different numbers of texts to imitate, and all have to meet"
-                    " at each forward pass.",
-                    code="trl-sharded",
-                )
         if not self._asks_vllm:
             raise SettingError(
                 "FSDP or DeepSpeed ZeRO-3: got weights in shards, expected whole ones on each"
@@ -255,7 +241,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.trees = list(self._session.credit(self._session.sample(number, own)))
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
-        self._lessons = self._session.lessons(self._of_update, number)
         if self.accelerator.is_main_process:
             metrics = self._session.pop_metrics(self._of_update)
             for name, value in metrics.items():
@@ -267,7 +252,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _awake(self) -> Iterator[None]:
         """Holds the keys and values of a vLLM that sleeps between generations."""
         generation = self.vllm_generation if self._asks_vllm else None
-        if generation is None or generation.mode != "colocate" or not generation.enable_sleep_mode:
+        if generation is None or not generation.enable_sleep_mode:
             yield
             return
         generation.llm.wake_up(tags=["kv_cache"])
@@ -309,9 +294,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """What differs from TRL's batch."""
         device, config = self.accelerator.device, self.recipe
         sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
-        self._texts = imitated_texts(self.trees, config, sums)
-        share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        self._texts += stored_texts(self._lessons, config, share)
         own = coefficients(rows, config, sums)
         theirs = trl_coefficients(
             rows,
@@ -332,9 +314,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         else:
             # TRL's ratio is then (1 + m F) ρ, which its clip acts on (RAPO, eq. 8 and 11).
             found["old_per_token_logps"] = old - shaping.log().to(device)
-        # In TRL's table of completions, in place of what it made of the rewards.
-        means = torch.tensor([_mean(row) for row in rows], dtype=torch.float32, device=device)
-        self._logs["advantages"].extend(self.accelerator.gather(means).tolist())
         return found | {"advantages": advantages.to(device)}
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +324,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Returns TRL's loss of the policy, and the terms that are ours: KL and entropy, whose
-        weights TRL could not be told, and this pass's share of the texts that are imitated."""
+        weights TRL could not be told."""
         # TRL's term has the same weight for every row.
         beta, self.beta = self.beta, 0.0
         try:
@@ -353,9 +332,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         finally:
             self.beta = beta
         own = self._of_all_tokens(inputs, beta)
-        passes = self.args.gradient_accumulation_steps
-        if texts := self._texts[self._step % passes :: passes]:
-            own = own + self._imitated(self.accelerator.unwrap_model(model), texts)
         # Gradients are means over the processes.
         total: Tensor = loss + self.accelerator.num_processes * own
         return total
@@ -374,37 +350,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             terms = terms - coef * entropies
         found: Tensor = (inputs["coefficients"][:, None] * terms * mask).sum()
         return found
-
-    def _imitated(self, plain: Any, texts: Sequence[Text]) -> Tensor:
-        """The loss of texts.
-
-        Args:
-            plain: the model without DDP, whose forward pass is a meeting of all processes.
-        """
-        ids, mask, weights = text_rows(texts, self.processing_class.pad_token_id)
-        settings, device = self.recipe.loss, self.accelerator.device
-        logprobs, _, _ = self._get_per_token_logps_and_entropies(
-            plain, ids.to(device), mask.to(device), weights.shape[1]
-        )
-        weights = weights.to(device)
-        is_graft = torch.tensor([one.is_graft for one in texts], device=device)
-        imitated = losses.imitated_loss(
-            logprobs[is_graft],
-            weights[is_graft],
-            coef=settings.graft_coef,
-            form=settings.graft_form,
-        )
-        found: Tensor = imitated.sum() - (weights * logprobs)[~is_graft].sum()
-        return found
-
-
-def _mean(row: Row) -> float:
-    """The mean advantage of a row's loss tokens, 0 without any."""
-    if row.leaf is None or not any(row.leaf.loss_mask):
-        return 0.0
-    pairs = zip(row.leaf.advantages, row.leaf.loss_mask, strict=True)
-    own = [advantage for advantage, carries in pairs if carries]
-    return sum(own) / len(own)
 
 
 def _objects(others: dict[str, Any]) -> Any:
@@ -437,16 +382,5 @@ def _recipe(recipe: Any, objects: Mapping[str, Any]) -> Config:
 
 def _refuse_others(others: Mapping[str, Any]) -> None:
     for name in others:
-        if name in OF_RECIPE:
-            raise SettingError(
-                f"{name}: expected none: {OF_RECIPE[name]} of the recipe says it; see docs/trl.md.",
-                code="trl-recipe-says",
-            )
-        if name in REFUSED:
-            raise SettingError(
-                f"{name}: expected none: {REFUSED[name]}.", code="trl-refused-argument"
-            )
-        raise SettingError(
-            f"{name}: TreeGRPOTrainer has no such argument; see docs/trl.md.",
-            code="unknown-argument",
-        )
+        why = REFUSED.get(name, "TreeGRPOTrainer has no such argument; see docs/trl.md")
+        raise SettingError(f"{name}: expected none: {why}.", code="trl-refused-argument")

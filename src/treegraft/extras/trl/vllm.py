@@ -1,4 +1,4 @@
-"""Tokens for trees from the vLLM that TRL has: its server, or the one in the trainer's process."""
+"""Tokens for trees from the vLLM that TRL has in the trainer's process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import queue
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
-from treegraft import SettingError
 from treegraft.parts import errors, served
-
-MODE = "processed_logprobs"
-"""Log-probabilities of the distribution that tokens are drawn from."""
 
 
 def _parameters(request: served.TokenRequest) -> dict[str, Any]:
@@ -35,72 +30,6 @@ def _parameters(request: served.TokenRequest) -> dict[str, Any]:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-
-
-def _reply(token_ids: list[int], rows: list[dict[int, float]]) -> served.TokenReply:
-    """A reply from the log-probabilities of each place's likely tokens and its own."""
-    return served.TokenReply(
-        token_ids,
-        [row[token] for token, row in zip(token_ids, rows, strict=True)],
-        [served.top_k_entropy(row.values()) for row in rows],
-    )
-
-
-class AskedServer:
-    """TRL's server, asked by TRL's client."""
-
-    def __init__(self, client: VLLMClient, num_at_once: int) -> None:
-        """Asks the server what it is.
-
-        Raises:
-            SettingError: it does not report the log-probabilities that trees need.
-        """
-        self._client = client
-        model = client.get_server_info()["model_config"]
-        self.max_context = int(model["max_model_len"])
-        if model["logprobs_mode"] != MODE:
-            raise SettingError(
-                f"{client.base_url} was started with --logprobs-mode {model['logprobs_mode']},"
-                f" expected {MODE}, those that tokens are drawn from. Restart it with that option.",
-                code="server-logprobs-mode",
-            )
-        if 0 <= (most := int(model["max_logprobs"])) < served.NUM_ASKED:
-            raise SettingError(
-                f"{client.base_url} was started with --max-logprobs {most}, expected"
-                f" {served.NUM_ASKED} or more, of which entropies are made; -1 sets no limit.",
-                code="server-logprobs-few",
-            )
-        # TRL's client waits for each reply in the thread that asks.
-        self._threads = ThreadPoolExecutor(num_at_once, thread_name_prefix="treegraft-vllm")
-
-    async def generate(self, request: served.TokenRequest) -> served.TokenReply:
-        """Returns the server's tokens."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
-
-    def _ask(self, request: served.TokenRequest) -> served.TokenReply:
-        parameters = _parameters(request)
-        named = {name: parameters.pop(name) for name in ("temperature", "max_tokens", "logprobs")}
-        try:
-            found = self._client.generate(
-                [list(request.token_ids)], **named, generation_kwargs=parameters
-            )
-        # TRL's client raises plain exceptions.
-        except Exception as error:
-            raise errors.EngineError(
-                f"engine: {self._client.base_url}: {error}", code="server-failed"
-            ) from error
-        if found["logprobs"] is None:
-            raise errors.EngineError(
-                f"engine: {self._client.base_url} replied without log-probabilities",
-                code="reply-lacks-tokens",
-            )
-        pairs = zip(found["logprob_token_ids"][0], found["logprobs"][0], strict=True)
-        rows = [dict(zip(ids, values, strict=True)) for ids, values in pairs]
-        return _reply(found["completion_ids"][0], rows)
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Colocated:
@@ -123,14 +52,13 @@ class Colocated:
         future: Future[Any] = Future()
         self._asked.put((request, future))
         output = await asyncio.wrap_future(future)
-        tops: list[dict[int, Any]] = output.logprobs or [{}]
-        rows = [{token: one.logprob for token, one in row.items()} for row in tops]
-        try:
-            return _reply(list(output.token_ids), rows)
-        except (KeyError, ValueError) as error:
-            raise errors.EngineError(
-                "engine: vLLM replied without log-probabilities", code="reply-lacks-tokens"
-            ) from error
+        # Of each place the log-probabilities of the likely tokens and of its own.
+        logprobs: list[float] = []
+        entropies: list[float] = []
+        for token, row in zip(output.token_ids, output.logprobs, strict=True):
+            logprobs.append(row[token].logprob)
+            entropies.append(served.top_k_entropy(one.logprob for one in row.values()))
+        return served.TokenReply(list(output.token_ids), logprobs, entropies)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -196,19 +124,3 @@ def _sampling(parameters: Mapping[str, Any]) -> Any:
     # The module that the class comes from, which nothing here imports by its name.
     whole = sys.modules[kind.__module__].RequestOutputKind.FINAL_ONLY
     return kind(**parameters, output_kind=whole)
-
-
-def token_source(generation: Any, args: Any, num_at_once: int) -> AskedServer | Colocated:
-    """Returns where tokens come from, of a trainer's `VLLMGeneration`; each process has its own.
-
-    Raises:
-        SettingError: TRL's server does not report what trees need.
-    """
-    if generation.mode == "colocate":
-        return Colocated(generation.llm, generation.accelerator.device)
-    client = getattr(generation, "vllm_client", None)
-    if client is None:
-        # TRL's own is the main process's.
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        client = VLLMClient(base_url=url, connection_timeout=args.vllm_server_timeout)
-    return AskedServer(client, num_at_once)

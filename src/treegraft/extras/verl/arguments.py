@@ -19,8 +19,6 @@ AGGREGATIONS = {
 """verl's name of each aggregation: the same sums."""
 NO_DUAL_CLIP = 1e9
 """`clip_ratio_c` that never acts: verl bounds ratios by e^20 < 4.9e8."""
-ENTROPIES = ("top_k", "sampled")
-"""Values of `treegraft.entropies`."""
 TRAINER = "treegraft"
 """Its name in `trainer.v1.trainer_mode`."""
 MANAGER = "treegraft.extras.verl.TreeManager"
@@ -31,13 +29,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 
 
-_NO_TEXTS = "rows hold what the policy sampled, and imitated texts are none of it"
 _NOT_WEIGHTED = "verl's own term is not scaled by the leaves' weights"
 HOST = Host(
     name="verl",
     own=(
-        Only("loss.graft_coef", 0.0, _NO_TEXTS),
-        Only("loss.lesson_coef", 0.0, _NO_TEXTS),
         Only("loss.entropy_coef", 0.0, _NOT_WEIGHTED),
         Only("loss.engine_ratio_cap", None, "verl's rollout correction is another one"),
         Only("model.lora.rank", 0, "verl's own lora_rank says it"),
@@ -120,21 +115,21 @@ def derived(config: Config) -> dict[str, Derived]:
     return {name: Derived(*one) for name, one in found.items()}
 
 
-def arguments(recipe: Path | str, changes: Sequence[str], entropies: str) -> list[str]:
+def arguments(recipe: Path | str, changes: Sequence[str]) -> list[str]:
     """Returns verl's arguments for a recipe, as its command line takes them.
 
     Args:
         recipe: written down for verl's trainer, which reads it again.
         changes: settings on the command line, such as "explore.num_leaves=8".
-        entropies: one of `ENTROPIES`.
 
     Raises:
         SettingError: a setting that cannot mean anything there.
     """
     config = load_config(recipe, changes)
-    check_recipe(config, entropies)
-    own = {"recipe": str(recipe), "entropies": entropies, "changes": list(changes)}
-    given = {f"+treegraft.{name}": value for name, value in own.items() if value}
+    check_recipe(config)
+    given: dict[str, Any] = {"+treegraft.recipe": str(recipe)}
+    if changes:
+        given["+treegraft.changes"] = list(changes)
     given |= {name: one.value for name, one in derived(config).items()}
     # Of this one verl's own configuration has no entry to change.
     given[f"++{_MANAGER}"] = given.pop(_MANAGER)
@@ -148,13 +143,8 @@ def _written(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def check_recipe(config: Config, entropies: str) -> None:
+def check_recipe(config: Config) -> None:
     """Raises `SettingError` for a recipe with a setting that verl's loss or loop cannot have."""
-    if entropies not in ENTROPIES:
-        raise SettingError(
-            f"treegraft.entropies: got '{entropies}', expected one of {', '.join(ENTROPIES)}.",
-            code="verl-entropies",
-        )
     HOST.check_recipe(config)
     HOST.check_alone(config, "with its workers")
     if config.run.tasks_per_update % config.learn.num_minibatches:
@@ -170,19 +160,8 @@ def check_recipe(config: Config, entropies: str) -> None:
             " no other.",
             code="verl-schedule",
         )
-    _check_credit(config, entropies)
-
-
-def _check_credit(config: Config, entropies: str) -> None:
-    loss, credit = config.loss, config.credit
-    if entropies == "sampled" and "graft" in config.explore.explorers:
-        raise SettingError(
-            "treegraft.entropies: got 'sampled' beside the explorer 'graft', expected 'top_k': the"
-            " entropies around grafts make RAPO's retrieval reward, and -ln p of single tokens is"
-            " too noisy for it.",
-            code="verl-entropies",
-        )
-    if loss.kl_coef and (credit.leaf_weight != "uniform" or not loss.learn_from_truncated):
+    loss = config.loss
+    if loss.kl_coef and (config.credit.leaf_weight != "uniform" or not loss.learn_from_truncated):
         raise SettingError(
             f"loss.kl_coef: got {loss.kl_coef:g}, expected 0 inside verl beside unequal leaf"
             " weights (credit.leaf_weight, loss.learn_from_truncated = false): they are factors of"

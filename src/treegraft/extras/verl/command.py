@@ -16,14 +16,6 @@ from treegraft.parts import commands, packages
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe: a .toml file, or a shipped one's name.")
 ]
-Entropies = Annotated[
-    str,
-    typer.Option(
-        metavar="KIND",
-        help='"top_k": of the 19 most likely tokens, by Treegraft\'s server class. "sampled": -ln p'
-        " of the drawn tokens, by verl's own.",
-    ),
-]
 
 
 def verl_data(
@@ -44,7 +36,7 @@ def verl_data(
     """
     packages.require("treegraft verl-data", "pyarrow")
     config = load_config(recipe, settings or ())
-    check_recipe(config, "top_k")
+    check_recipe(config)
     # Every prompt is written once, so that one that cannot be is found here.
     session = Session(config, engine=no_engine(), retriever=KeptBuffer(None), learns=False)
     with session:
@@ -92,7 +84,6 @@ def task_row(number: int, task: Task) -> dict[str, Any]:
 
 def verl_args(
     recipe: Recipe,
-    entropies: Entropies = "top_k",
     settings: commands.Overrides = None,
 ) -> None:
     """Print the arguments of verl that a recipe gives, one a line.
@@ -101,5 +92,5 @@ def verl_args(
     """
     path = Path(recipe)
     where = path.absolute() if path.exists() else recipe
-    for line in arguments(where, settings or (), entropies):
+    for line in arguments(where, settings or ()):
         typer.echo(line)

@@ -56,13 +56,11 @@ class ServerEngine(served.ServerEngine):
         end_ids: Iterable[int],
         settings: Any,
         *,
-        entropies: str,
         max_context: int | None,
     ) -> None:
         """Args:
         end_ids: tokens that end an answer.
         settings: the table [engine].
-        entropies: "top_k", which the server adds to its replies, or "sampled".
         max_context: longest path in tokens.
         """
         super().__init__(
@@ -72,7 +70,8 @@ class ServerEngine(served.ServerEngine):
             max_context=max_context,
             deadline_s=settings.deadline_s,
         )
-        self._client, self._entropies, self._num_requests = server, entropies, 0
+        self._client = server
+        self._num_requests = 0
 
     def _draft(self, request: interfaces.Request) -> _Dated:
         # verl's servers filter as an evaluation asks them to.
@@ -111,8 +110,6 @@ class ServerEngine(served.ServerEngine):
                 f" {len(ids)} tokens).",
                 code="reply-lacks-tokens",
             )
-        if self._entropies == "sampled":
-            return served.TokenReply(ids, logprobs)
         found = reply.extra_fields.get("entropies")
         if found is None or len(found) != len(ids):
             raise errors.EngineError(

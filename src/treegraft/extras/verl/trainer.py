@@ -41,7 +41,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
         """
         check_version(verl.__version__)
         select = partial(OmegaConf.select, config)
-        recipe, entropies = select("treegraft.recipe"), select("treegraft.entropies") or "top_k"
+        recipe = select("treegraft.recipe")
         if recipe is None:
             raise SettingError(
                 "treegraft.recipe: got none, expected the path of a recipe; start with"
@@ -49,16 +49,14 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
                 code="verl-without-recipe",
             )
         self.recipe = load_config(recipe, list(select("treegraft.changes") or ()))
-        check_recipe(self.recipe, entropies)
+        check_recipe(self.recipe)
         check_arguments(self.recipe, select)
         with open_dict(config):
             # Other machines need not see the file.
             config.treegraft.settings = self.recipe.model_dump_json().replace("${", r"\${")
-            config.treegraft.entropies = entropies
             # verl asks by this name whether the trainer is synchronous.
             config.trainer.v1.trainer_mode = "sync"
-        if entropies == "top_k":
-            use_top_servers()
+        use_top_servers()
         super().__init__(config)
 
     # ------------------------------------------------------------------ minibatches

@@ -46,7 +46,6 @@ class TreeWorker(_Worker):  # type: ignore[misc]
             self.tokenizer,
             _end_ids(self.tokenizer, self.recipe.model.path),
             self.recipe.engine,
-            entropies=own.entropies,
             max_context=_max_context(self.rollout_config),
         )
         self._held = ExitStack()

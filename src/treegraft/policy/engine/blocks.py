@@ -26,9 +26,6 @@ from treegraft.settings.policy import CPU_CACHE_GB
 
 FIRST_BLOCKS = 64
 """Blocks that the pool begins with; it doubles until it reaches its limit."""
-START = 8
-"""Tokens by which a block is found among those that follow the same one: with short prompts, all
-paths of an update begin in a first block of their own."""
 
 
 class BlockPool:
@@ -78,37 +75,10 @@ class Node:
     token_ids: list[int] = field(default_factory=list)
     """Whose keys and values are stored; at most 64."""
     children: list[Node] = field(default_factory=list)
-    by_start: dict[tuple[int, ...], list[Node]] = field(default_factory=dict)
-    """Children that have at least `START` tokens, by these."""
     num_users: int = 0
     """Rows whose path goes through it."""
     is_forgotten: bool = False
     """No request below it will come again."""
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.token_ids) == BLOCK
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Notes that further tokens are stored."""
-        before = len(self.token_ids)
-        self.token_ids.extend(token_ids)
-        if before < START <= len(self.token_ids):
-            self._twins().append(self)
-
-    def leave(self) -> None:
-        """Takes the node from among its parent's children."""
-        assert self.parent is not None
-        self.parent.children.remove(self)
-        if len(self.token_ids) >= START:
-            (twins := self._twins()).remove(self)
-            if not twins:
-                del self.parent.by_start[tuple(self.token_ids[:START])]
-
-    def _twins(self) -> list[Node]:
-        """The children of its parent that begin as it does."""
-        assert self.parent is not None
-        return self.parent.by_start.setdefault(tuple(self.token_ids[:START]), [])
 
 
 @dataclass(eq=False)
@@ -203,7 +173,8 @@ class PathCache:
         row.fed += count
         for index in range(start // BLOCK, -(-row.fed // BLOCK)):
             first = max(start, index * BLOCK)
-            row.nodes[index].extend(row.token_ids[first : min(row.fed, (index + 1) * BLOCK)])
+            last = min(row.fed, (index + 1) * BLOCK)
+            row.nodes[index].token_ids += row.token_ids[first:last]
 
     def close(self, row: Row) -> None:
         """Ends a row; its keys and values stay until other paths need the room."""
@@ -239,7 +210,6 @@ class PathCache:
         """Drops everything; no row may be under way."""
         self._free_blocks.extend(node.block for node in _below(self.root))
         self.root.children.clear()
-        self.root.by_start.clear()
         self._idle.clear()
         self._num_unused = 0
 
@@ -255,9 +225,7 @@ class PathCache:
             at = len(chain) * BLOCK
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
             best, common, least = None, 0, wanted[:1]
-            # Where any begins as the path does, no other has more in common with it.
-            alike = node.by_start.get(tuple(wanted[:START]), node.children)
-            for child in alike:
+            for child in node.children:
                 # Most differ at once, and one that has less in common than the best cannot be it.
                 if child.token_ids[: len(least)] != least:
                     continue
@@ -308,7 +276,7 @@ class PathCache:
             if was_idle or not _is_taken(tail):
                 self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
-        own.extend(tail.token_ids[:common])
+        own.token_ids += tail.token_ids[:common]
         self._append(row, own)
 
     def _append(self, row: Row, node: Node) -> None:
@@ -364,7 +332,7 @@ class PathCache:
             self._num_unused -= 1
             self._free_blocks.append(node.block)
             parent = node.parent
-            node.leave()
+            parent.children.remove(node)
             if parent is self.root or parent.num_users or parent.children:
                 return
             # In front: it is as old as the child that has just gone, and older than the rest.

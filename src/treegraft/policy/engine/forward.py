@@ -102,10 +102,12 @@ class _Layer:
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
         self.narrow = product(mlp.down_proj)
-        products = (self.project, self.join, self.widen, self.narrow)
-        firsts = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
-        widths = (linear.in_features for linear in firsts)
-        self.products = tuple(zip(products, widths, strict=True))
+        self.products = (
+            (self.project, attention.q_proj.in_features),
+            (self.join, attention.o_proj.in_features),
+            (self.widen, mlp.gate_proj.in_features),
+            (self.narrow, mlp.down_proj.in_features),
+        )
 
 
 class FusedForward:

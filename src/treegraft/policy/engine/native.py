@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from treegraft.policy.engine.blocks import BlockPool, PathCache, cache_bytes, co
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, build_forward
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
-from treegraft.policy.engine.requests import LiveRequest, Order, post, settler
+from treegraft.policy.engine.requests import LiveRequest, Order, post, settle
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.served import completion_limit
 from treegraft.policy.engine.stops import StopFinder
@@ -45,9 +46,6 @@ _log = logging.getLogger(__name__)
 MAX_PREFILL_TOKENS = 512
 """Longest stretch of one prompt or result that a forward pass takes in: longer ones gain little and
 hold up the rows that decode."""
-PASSES_OF_ROOM = 100
-"""Forward passes after which one may take in twice as many tokens again, where memory had run
-out."""
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
 
@@ -90,7 +88,6 @@ class NativeEngine:
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._room = self._buckets[-1]
-        self._num_passes_of_room = 0
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
         self._running: list[LiveRequest] = []
@@ -112,28 +109,21 @@ class NativeEngine:
         self._check(request)
         release_threads()
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Completion] = loop.create_future()
         on_probe = request.on_probe and functools.partial(post, loop, request.on_probe)
         own = replace(request, prefix_ids=list(request.prefix_ids), on_probe=on_probe)
-        live = LiveRequest(own, settler(future))
-        try:
-            return await self._answer(
-                live,
-                future,
-                f"no completion for {request.noise_key}",
-                "the machine is too slow for this many rows, or rollout.max_completion_tokens is"
-                " too high",
-            )
-        finally:
-            # Also for a caller that was cancelled itself: the thread takes no call, it looks.
-            live.is_cancelled = True
+        live = LiveRequest(own)
+        self._submit(live)
+        return await self._answer(
+            live.future,
+            f"no completion for {request.noise_key}",
+            "the machine is too slow for this many rows, or rollout.max_completion_tokens is too"
+            " high",
+        )
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Drops the blocks cached below a prompt once nothing is under way there."""
         path_ids = tuple(prefix_ids[:-1])
-        self._submit(
-            Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False)
-        )
+        self._submit(Order(lambda: self._cache.forget(path_ids), waits_for_idle=False))
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Copies the plain model's weights once running requests are done, where they differ from
@@ -154,11 +144,13 @@ class NativeEngine:
             # Keys and values of the old weights.
             self._cache.clear()
             self.policy_version = version
+            # Memory that a pass lacked may be free again.
+            self._room = self._buckets[-1]
 
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        order = Order(act, settler(future), waits_for_idle=True)
+        order = Order(act, waits_for_idle=True)
+        self._submit(order)
         await self._answer(
-            order, future, f"version {version} was not published", "requests were still running"
+            order.future, f"version {version} was not published", "requests were still running"
         )
 
     async def close(self) -> None:
@@ -175,12 +167,11 @@ class NativeEngine:
         self._cache.num_evictions = self.num_rows_fed = self.num_forwards = 0
         return metrics
 
-    async def _answer(
-        self, item: LiveRequest | Order, future: asyncio.Future[T], failure: str, reason: str
-    ) -> T:
-        self._submit(item)
+    async def _answer(self, future: Future[T], failure: str, reason: str) -> T:
         try:
-            return await asyncio.wait_for(future, self.settings.deadline_s)
+            # A caller that gives up or is cancelled itself cancels the future, which the thread
+            # looks at.
+            return await asyncio.wait_for(asyncio.wrap_future(future), self.settings.deadline_s)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"engine: {failure} within engine.deadline_s = {self.settings.deadline_s} s;"
@@ -232,7 +223,7 @@ class NativeEngine:
                 left.append(self._inbox.get_nowait())
         for item in left:
             if item is not None:
-                item.settle(reason)
+                settle(item.future, reason)
 
     def _turn(self) -> bool:
         """One turn of the loop; False when told to close."""
@@ -252,8 +243,8 @@ class NativeEngine:
                 self._orders.append(item)
             else:
                 item.act()
-        self._waiting = [live for live in self._waiting if not live.is_cancelled]
-        for live in [live for live in self._running if live.is_cancelled]:
+        self._waiting = [live for live in self._waiting if not live.future.cancelled()]
+        for live in [live for live in self._running if live.future.cancelled()]:
             self._leave(live)
         # A completion is by one version of the weights, so a publish waits for the running ones;
         # new requests wait for the publish, which would otherwise never find the engine idle.
@@ -262,9 +253,9 @@ class NativeEngine:
                 try:
                     order.act()
                 except EngineError as error:  # refused before anything was touched
-                    order.settle(error)
+                    settle(order.future, error)
                 else:
-                    order.settle(None)
+                    settle(order.future, None)
             self._orders.clear()
         try:
             if not self._orders:
@@ -333,20 +324,16 @@ class NativeEngine:
             self._cache.fed(segment.row, segment.count)
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
             self._append(live, token, logprob, entropy)
-        self._num_passes_of_room += 1
-        if self._num_passes_of_room == PASSES_OF_ROOM and self._room < self._buckets[-1]:
-            self._room, self._num_passes_of_room = min(2 * self._room, self._buckets[-1]), 0
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Halves the tokens of a pass; where they are few already, fails what would run."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._num_passes_of_room = 0
         if self._room > MIN_ROWS:
             self._room = max(MIN_ROWS, self._room // 2)
             _log.warning(
-                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens for"
-                " now",
+                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens"
+                " until the next publish",
                 first_line(error),
                 self._room,
             )
@@ -358,10 +345,10 @@ class NativeEngine:
             code="device-memory-spent",
         )
         if not self._running:
-            self._waiting.pop(0).settle(reason)
+            settle(self._waiting.pop(0).future, reason)
         for live in self._running.copy():
             self._leave(live)
-            live.settle(reason)
+            settle(live.future, reason)
 
     def _plan(self) -> tuple[list[Segment], list[LiveRequest]]:
         """The tokens that this pass takes in, a stretch of each row, and the requests they are
@@ -456,15 +443,14 @@ class NativeEngine:
             live.row.token_ids.append(token)
             return
         self._leave(live)
-        live.settle(
-            Completion(
-                token_ids=tuple(live.sampled),
-                sampling_logprobs=tuple(live.logprobs),
-                entropies=tuple(live.entropies),
-                finish=reason,
-                policy_version=self.policy_version,
-            )
+        completion = Completion(
+            token_ids=tuple(live.sampled),
+            sampling_logprobs=tuple(live.logprobs),
+            entropies=tuple(live.entropies),
+            finish=reason,
+            policy_version=self.policy_version,
         )
+        settle(live.future, completion)
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:

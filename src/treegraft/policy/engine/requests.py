@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 from treegraft.core.interfaces import Request
+from treegraft.core.types import Completion
 from treegraft.policy.engine.blocks import Row
 
 
@@ -19,10 +20,9 @@ class LiveRequest:
 
     request: Request
     """Its `on_probe` may be called from any thread."""
-    settle: Callable[[object], None]
-    """Takes the completion or the exception; from any thread."""
+    future: Future[Completion] = field(default_factory=Future)
+    """Cancelled by a caller that gave up."""
     row: Row | None = None
-    is_cancelled: bool = False
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -33,26 +33,20 @@ class Order:
     """A call for the engine thread: when nothing is running (publish) or at once (forget)."""
 
     act: Callable[[], None]
-    settle: Callable[[object], None]
     waits_for_idle: bool
+    future: Future[None] = field(default_factory=Future)
+
+
+def settle(future: Future[Any], result: object) -> None:
+    """Answers with a result or an exception, unless the caller gave up."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 def post(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *values: object) -> None:
     """Calls `act` on the event loop, from any thread; a closed loop has no caller left to tell."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(act, *values)
-
-
-def settler(future: asyncio.Future[Any]) -> Callable[[object], None]:
-    """Returns the function by which another thread sets the future's result or exception."""
-
-    def settle(result: object) -> None:
-        # A caller that gave up has cancelled its future.
-        if future.done():
-            return
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    return functools.partial(post, future.get_loop(), settle)

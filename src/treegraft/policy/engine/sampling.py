@@ -16,12 +16,6 @@ from treegraft.policy.noise import noise_words, philox_gumbels
 ROWS = 16
 """Rows that are drawn for together on a CPU without kernels, few enough for their float32 copies to
 fit in a processor's cache."""
-COPIES_BYTES = 1 << 29
-"""Bytes that the float32 copies may take on another device: there every row more saves launches.
-They are 294 rows of a vocabulary of 152,000."""
-_COPIES = 3
-"""Copies of the logits that are there at once: shifted ones, their exponentials, and these padded
-to whole blocks."""
 Columns = tuple[Tensor, Tensor, Tensor]
 
 
@@ -67,8 +61,8 @@ def sample_tokens(
     if is_whole:
         return _sample_at_once(logits / scale[:, None], noise)
     is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None
-    # The kernels go row by row themselves.
-    step = len(logits) if kernels is not None else _rows_at_once(logits)
+    # The kernels go row by row themselves, and on another device every row more saves launches.
+    step = ROWS if kernels is None and device.type == "cpu" else len(logits)
     parts = [
         _sample_by_blocks(
             logits[first : first + step],
@@ -81,12 +75,6 @@ def sample_tokens(
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs, entropies
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    if logits.device.type == "cpu":
-        return ROWS
-    return max(1, COPIES_BYTES // (4 * _COPIES * logits.shape[-1]))
 
 
 def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:

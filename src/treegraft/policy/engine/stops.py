@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.types import Sampling, StopReason
 
@@ -21,7 +19,6 @@ class StopFinder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tables: dict[tuple[tuple[str, ...], frozenset[int]], np.ndarray] = {}
 
     @functools.cached_property
     def _pieces(self) -> list[str]:
@@ -60,34 +57,13 @@ class StopFinder:
         limit: int,
     ) -> tuple[int, StopReason] | None:
         """Returns (number of tokens, why) of the first end of a completion among its tokens from
-        number `begin` on; None while it goes on. The same as `reason` after each of them, but only
-        those are looked at that can be an end."""
-        texts = (*sampling.stop, *sampling.final)
-        suspects = self._suspects(texts, frozenset(end_ids))
-        new = np.asarray(token_ids[begin:], dtype=np.int64)
-        found = np.flatnonzero(suspects[np.minimum(new, len(suspects) - 1)]) + begin
-        # A final text leaves room for one more token.
-        late = {begin, *(found + 1).tolist()} if sampling.final else set()
-        width = max(map(len, texts), default=0) + TAIL + 2
-        for place in sorted({*found.tolist(), *late, max(begin, limit - 1)}):
-            if place >= len(token_ids):
-                break
-            tail = token_ids[max(0, place + 1 - width) : place + 1]
-            room = len(tail) + (place + 1 < limit)
-            if (reason := self.reason(tail, sampling, end_ids, room)) is not None:
-                return place + 1, reason
+        number `begin` on; None while it goes on."""
+        seen = list(token_ids[:begin])
+        for token in token_ids[begin:]:
+            seen.append(token)
+            if (reason := self.reason(seen, sampling, end_ids, limit)) is not None:
+                return len(seen), reason
         return None
-
-    def _suspects(self, texts: tuple[str, ...], end_ids: frozenset[int]) -> np.ndarray:
-        """[vocabulary] which tokens may be a completion's last; its last entry stands for all
-        beyond the tokenizer's."""
-        if (texts, end_ids) not in self._tables:
-            lasts = {text[-1] for text in texts}
-            table = np.zeros(max(len(self._pieces), *end_ids, 0) + 2, dtype=np.bool_)
-            table[: len(self._pieces)] = [not lasts.isdisjoint(piece) for piece in self._pieces]
-            table[list(end_ids)] = True
-            self._tables[texts, end_ids] = table
-        return self._tables[texts, end_ids]
 
     def reason(
         self, token_ids: Sequence[int], sampling: Sampling, end_ids: Collection[int], limit: int

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
@@ -150,15 +149,12 @@ class ChatFormat(MarkedFormat):
         """
         ids, has_ended = self._before_end(token_ids)
         text = (THINK_OPENING if self._dialect.opens_thought else "") + self._decode(ids)
-        return self._parsed(text, has_ended=has_ended, has_special=bool(self._specials.count(ids)))
-
-    def _parsed(self, text: str, *, has_ended: bool, has_special: bool = False) -> ParsedStep:
         thought, body, is_closed = _split_thought(text)
         try:
             for mark in self._foreign_marks:
                 if mark in text:
                     raise Violation(f"{mark} is not the agent's to write")
-            if has_special:
+            if self._specials.count(ids):
                 raise Violation("a special token inside the turn")
             if not has_ended:
                 return ParsedStep(StepContent(thought=thought or ""), None)
@@ -262,48 +258,6 @@ class ChatFormat(MarkedFormat):
         if dialect.opening in body:
             return self._continued(ids, kept + body[: body.index(dialect.opening)], call[start:end])
         return self._continued(ids, kept, call[:end])
-
-    def read_text(self, text: str) -> StepContent | None:
-        """Returns the content of one whole turn in the template's marks, results included; None
-        where it is not one."""
-        ends = [self._decode([token]) for token in self._end_ids]
-        places = [(text.find(end), end) for end in ends if end in text]
-        place, end = min(places, default=(len(text), ""))
-        turn, results = text[:place], text[place + len(end) :]
-        # Where the prompt opens the thought, a turn in a file may leave that mark out.
-        is_opened = turn.lstrip().startswith(THINK_OPENING)
-        if self._dialect.opens_thought and THINK_CLOSING in turn and not is_opened:
-            turn = THINK_OPENING + turn
-        parsed = self._parsed(turn, has_ended=True)
-        shown = self._read_results(results, len(parsed.content.calls))
-        if not parsed.is_complete or shown is None:
-            return None
-        return replace(parsed.content, observations=shown)
-
-    def _read_results(self, text: str, num: int) -> tuple[Observation, ...] | None:
-        """The results behind a turn, none or one for each call; None for a text that is something
-        else."""
-        if not text.strip():
-            return ()
-        if not num:
-            return None
-        # The template itself says how results are framed: it renders probe words in their places.
-        probes = ["zqresult"] * num
-        closed, opened = self._template.results(probes, opens=False), self._template.results(probes)
-        pattern = r"(.*?)".join(map(re.escape, closed.strip().split("zqresult")))
-        shown = text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip()
-        if (found := re.fullmatch(pattern, shown, re.DOTALL)) is None:
-            return None
-        return tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
-
-    def _unquoted(self, text: str) -> str:
-        """A result as it was before the template made a JSON string of it, where it does so."""
-        if 'zq"' in self._template.results(['zq"']):
-            return text
-        try:
-            return str(json.loads(f'"{text}"'))
-        except ValueError:
-            return text
 
     # Results, foreign steps, and steps as the agent would have written them
 

@@ -15,7 +15,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from treegraft.core.errors import SettingError
@@ -143,11 +143,8 @@ class TagsFormat(MarkedFormat):
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
-        """Returns the content of a step that comes as text, from a server or a file, by the rules
-        of `parse_step`.
-
-        Unlike in a sampled step, results in their tags may follow a call.
-        """
+        """Returns the content of a step that comes as text, from a server, by the rules of
+        `parse_step`."""
         for token in self._end_ids:
             text = text.rstrip().removesuffix(self._decode([token]))
         reading = _Reading()
@@ -155,22 +152,11 @@ class TagsFormat(MarkedFormat):
             self._read(text, reading)
             if self._specials.broken(text) != text:
                 raise Violation("a special token inside the step")
-            content = self._said(reading)
-            last = text.rfind(f"</{RESULT}>")
-            shown = list(_results_at(text, reading.end, last)) if content.calls else []
             if reading.name is not None:
-                end = shown[-1].end() if shown else reading.end
-                self._check_end(not text[end:].strip(), reading)
+                self._check_end(not text[reading.end :].strip(), reading)
+            return ParsedStep(self._said(reading), None)
         except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-        observations = tuple(Observation(text=found[1].strip()) for found in shown)
-        return ParsedStep(replace(content, observations=observations), None)
-
-    def read_text(self, text: str) -> StepContent | None:
-        """Returns the content of one whole step in our tags, results included; None where it is
-        not one."""
-        parsed = self.parse_text(text)
-        return parsed.content if parsed.is_complete else None
 
     def _read(self, text: str, reading: _Reading) -> None:
         """Fills in `reading` up to the end of the step's action; leaves its name None where the

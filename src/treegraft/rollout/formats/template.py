@@ -136,13 +136,13 @@ class ChatTemplate:
             raise ValueError("the template ends this turn with no end token")
         return turn[:end]
 
-    def results(self, texts: Sequence[str], *, opens: bool = True) -> str:
+    def results(self, texts: Sequence[str]) -> str:
         """Returns the text between the agent's end token and its next turn: the results, and
-        that turn's opening if `opens`."""
+        that turn's opening."""
         start = [*self._start("?"), self._dummy]
         # Rendered anew each time: a template may write the date, which changes at midnight.
         before = self._render(start)
-        return self._rest + self._render([*start, *map(_result, texts)], opens=opens)[len(before) :]
+        return self._rest + self._render([*start, *map(_result, texts)], opens=True)[len(before) :]
 
     def _start(self, question: str) -> list[Message]:
         return [*self._system, {"role": "user", "content": question}]

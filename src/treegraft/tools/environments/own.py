@@ -7,10 +7,10 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, UnionType
+from types import UnionType
 from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
 from treegraft.core.keyed import keyed_int
 from treegraft.core.text import as_text
@@ -94,14 +94,15 @@ class ClassEnvironments:
                 code="environment-without-reset",
             )
         self.name = name
-        self.made, self.options = maker or made, settings.options
+        self.made = maker or made
+        self.options = settings.options
         self.capability = capability_of(made, name, settings)
         has_get_reward, self.has_fork, self.has_close = (
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
         )
         self.has_get_reward = has_get_reward
         self.is_blocking = getattr(made, "is_blocking", True) is not False
-        methods = _chosen(made, name, settings) or _public(made, name)
+        methods = _methods(made, name)
         self.methods = {one.tool.name: one for one in methods}
         if not self.methods:
             raise SettingError(
@@ -113,8 +114,8 @@ class ClassEnvironments:
             all_names = [one.tool.name for one in methods]
             twice = next(one for one in all_names if all_names.count(one) > 1)
             raise SettingError(
-                f"environment.kind: two methods of '{name}' give a tool named '{twice}'; choose and"
-                ' rename with environment.tools, such as ["look", "go=moveTo"].',
+                f"environment.kind: two methods of '{name}' give a tool named '{twice}'; rename one"
+                " in a subclass, and set the other there to None.",
                 code="tools-same-name",
             )
         self.has_reward = has_get_reward or any(one.may_reward for one in methods)
@@ -152,7 +153,8 @@ class ClassEnvironment:
         is_over: bool = False,
         thread: OwnThread | None = None,
     ) -> None:
-        self._kind, self._object = kind, made
+        self._kind = kind
+        self._object = made
         self._rewards = rewards
         """Those that calls returned; None where calls that might have returned one did not."""
         self._is_over = is_over
@@ -166,7 +168,8 @@ class ClassEnvironment:
         `ToolUnavailable` for a column that the task does not have."""
         # Made in the thread too: some objects, such as a database connection, stay in one thread.
         self._object = await self._run_plain(lambda: self._kind.made(**self._kind.options))
-        method, row = self._object.reset, EnvironmentTool.reset_arguments(task)
+        method = self._object.reset
+        row = EnvironmentTool.reset_arguments(task)
         given = accepted(method, row)
         try:
             inspect.signature(method).bind(**given)
@@ -200,7 +203,8 @@ class ClassEnvironment:
                 self._rewards = self._rewards or None
             self._is_over = await self._run_plain(self._says_done)
         else:
-            result, self._is_over = outcome.observation, outcome.is_over
+            result = outcome.observation
+            self._is_over = outcome.is_over
             self._rewards = (*(self._rewards or ()), outcome.reward)
         return ended(as_text(result)) if self._is_over else result
 
@@ -325,41 +329,17 @@ class _Method(NamedTuple):
     """It may return a reward with its result."""
 
 
-def _public(made: type, place: str) -> list[_Method]:
+def _methods(made: type, place: str) -> list[_Method]:
     """The public functions of a class and its parents, in the order of their definition, the
     class's own last."""
-    return [
-        _Method(name, FunctionTool(found, name=name, owner=f"'{place}'"), may_reward(found))
-        for name, found in _functions(made).items()
-    ]
-
-
-def _functions(made: type) -> dict[str, FunctionType]:
     # From the parents on: their tools keep their places, whatever a subclass adds or overrides.
     names = dict.fromkeys(name for parent in reversed(made.__mro__) for name in vars(parent))
-    public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
-    # A subclass removes a tool by another value of its name, such as None.
-    found = {name: inspect.getattr_static(made, name) for name in public}
-    return {name: one for name, one in found.items() if inspect.isfunction(one)}
-
-
-def _chosen(made: type, place: str, settings: EnvironmentSettings) -> list[_Method]:
-    """The methods that the recipe or else the class names as tools; empty where neither does."""
-    own = getattr(made, "tools", None)
-    is_list = isinstance(own, list | tuple) and all(isinstance(one, str) for one in own)
-    functions, found = _functions(made), list[_Method]()
-    for entry in settings.tools or (own if is_list else None) or ():
-        tool, _, name = (part.strip() for part in entry.rpartition("="))
-        if name not in functions:
-            raise SettingError(
-                f"environment.tools: '{entry}' names no method of '{place}' that can be a tool; it"
-                f" has {', '.join(functions) or 'none'}.{nearest(name, functions)}",
-                code="environment-tool-unknown",
-            )
-        method = functions[name]
-        # A foreign class that has no annotations cannot be given any.
-        made_tool = FunctionTool(
-            method, name=tool or name, owner=f"'{place}'", needs_annotations=False
-        )
-        found.append(_Method(name, made_tool, may_reward(method)))
-    return found
+    methods: list[_Method] = []
+    for name in names:
+        found = inspect.getattr_static(made, name)
+        # A subclass removes a tool by another value of its name, such as None.
+        if name.startswith("_") or name in NO_TOOLS or not inspect.isfunction(found):
+            continue
+        tool = FunctionTool(found, name=name, owner=f"'{place}'")
+        methods.append(_Method(name, tool, may_reward(found)))
+    return methods

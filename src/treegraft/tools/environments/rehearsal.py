@@ -21,9 +21,17 @@ Calls = tuple[ToolCall, ...]
 
 
 @dataclass(slots=True)
-class GraftCounts:
-    """Counts since the metrics were last taken; the fields are metrics."""
+class Counts:
+    """What environments count between two reports; the fields are metrics."""
 
+    num_opened: int = 0
+    num_forks: int = 0
+    num_copies: int = 0
+    """Copies made, those that no branch took included: a matter of timing."""
+    num_replays: int = 0
+    num_replayed_calls: int = 0
+    num_mismatches: int = 0
+    num_failures: int = 0
     num_rehearsals: int = 0
     num_graft_tries: int = 0
     num_graft_calls: int = 0
@@ -96,7 +104,9 @@ async def enacted(
         Untrue: a result differs, or a call without one is an error.
         ToolUnavailable: the environment failed.
     """
-    steps, number, total = [], 0, sum(len(content.calls) for content in contents)
+    steps = []
+    number = 0
+    total = sum(len(content.calls) for content in contents)
     for content in contents:
         results = list(content.observations)
         for place, call in enumerate(content.calls):
@@ -120,7 +130,7 @@ async def enacted(
 async def first_true(
     candidates: Sequence[Sequence[str | StepContent]],
     names: Collection[str],
-    counts: GraftCounts,
+    counts: Counts,
     open_copy: Callable[[], Awaitable[Session]] | None,
 ) -> tuple[int, Session | None] | None:
     """Returns the number of the first candidate whose results come true, and the copy in which its
@@ -130,43 +140,31 @@ async def first_true(
         names: the environment's tools.
         open_copy: opens a session in the present state; None where that cannot be had again.
     """
-    opened: list[Session] = []
     known: dict[Calls, str] = {}
     """Of calls one after another: the result of the last."""
-    copies: dict[Calls, Session] = {}
-    """By the calls that were made in it."""
-    try:
-        for number, values in enumerate(candidates):
-            told = _told(values, names)
-            if told == []:
-                return number, None
-            if told is None or open_copy is None:
-                continue
-            counts.num_graft_tries += 1
-            calls = tuple(call for call, _ in told)
-            begun = [calls[:count] for count in range(1, len(calls) + 1)]
-            seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
-            # A copy is used only where no result so far contradicts the candidate.
-            if any(known.get(made, text) != text for made, text in seen.items()):
-                continue
-            done = next((made for made in reversed(begun) if made in copies), ())
-            if done:
-                trial = copies.pop(done)
-            else:
-                opened.append(trial := await open_copy())
-            for made in begun[len(done) :]:
-                counts.num_graft_calls += 1
-                known[made] = (await trial.call(made[-1])).text
-                if known[made] != seen[made]:
-                    copies[made] = trial
-                    break
-            else:
-                opened.remove(trial)
-                counts.num_rehearsals += 1
-                return number, trial
-    finally:
-        for trial in opened:
-            trial.release()
+    for number, values in enumerate(candidates):
+        told = _told(values, names)
+        if told == []:
+            return number, None
+        if told is None or open_copy is None:
+            continue
+        counts.num_graft_tries += 1
+        calls = tuple(call for call, _ in told)
+        begun = [calls[:count] for count in range(1, len(calls) + 1)]
+        seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
+        # A copy is made only if no result so far contradicts the candidate.
+        if any(known.get(made, text) != text for made, text in seen.items()):
+            continue
+        trial = await open_copy()
+        for made in begun:
+            counts.num_graft_calls += 1
+            known[made] = (await trial.call(made[-1])).text
+            if known[made] != seen[made]:
+                trial.release()
+                break
+        else:
+            counts.num_rehearsals += 1
+            return number, trial
     counts.num_rehearsals += 1
     counts.num_untrue_grafts += 1
     return None

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
@@ -25,7 +25,7 @@ from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.background import Background
-from treegraft.tools.environments.rehearsal import GraftCounts, enacted, first_true
+from treegraft.tools.environments.rehearsal import Counts, enacted, first_true
 
 T = TypeVar("T")
 
@@ -35,28 +35,6 @@ MAX_REPLAY_CALLS = 20
 """Longest history that a branch re-executes: the cost of a branch grows with its place, and steps
 behind more calls do not branch."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Usage:
-    """Counts since the metrics were last taken; the fields are the metrics."""
-
-    num_opened: int = 0
-    num_forks: int = 0
-    num_replays: int = 0
-    num_replayed_calls: int = 0
-    num_mismatches: int = 0
-    num_failures: int = 0
-
-
-@dataclass(slots=True)
-class _Counts:
-    """All that environments count."""
-
-    usage: _Usage = field(default_factory=_Usage)
-    grafts: GraftCounts = field(default_factory=GraftCounts)
-    num_copies: int = 0
-    """Copies made, those that no branch took included: a matter of timing."""
 
 
 class _Action(NamedTuple):
@@ -73,8 +51,9 @@ class Environments:
     """The environments of a run: their kind, their limits, and their counts."""
 
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
-        self.kind, self.settings = kind, settings
-        self._counts = _Counts()
+        self.kind = kind
+        self.settings = settings
+        self._counts = Counts()
         self.left_behind = Background()
 
     def sessions(self, runner: Runner, task: Task) -> TreeEnvironments:
@@ -82,34 +61,31 @@ class Environments:
         return TreeEnvironments(self, runner, task)
 
     @property
-    def counts(self) -> _Counts:
+    def counts(self) -> Counts:
         """Where that is counted which happens now."""
         apart = COUNTS.get()
         if apart is None:
             return self._counts
-        found: _Counts = apart.setdefault("", _Counts())
+        found: Counts = apart.setdefault("", Counts())
         return found
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        taken, self._counts = self._counts, _Counts()
-        counts, grafts = asdict(taken.usage), taken.grafts
-        counts |= asdict(grafts)
+        taken, self._counts = self._counts, Counts()
+        counts = asdict(taken)
+        num_copies = counts.pop("num_copies")
         metrics = {f"environment/{name}": float(count) for name, count in counts.items()}
         if self.kind.capability is Capability.FORK:
-            metrics["time/environment_copies"] = float(taken.num_copies)
-        if grafts.num_rehearsals:
-            untrue_frac = grafts.num_untrue_grafts / grafts.num_rehearsals
+            metrics["time/environment_copies"] = float(num_copies)
+        if taken.num_rehearsals:
+            untrue_frac = taken.num_untrue_grafts / taken.num_rehearsals
             metrics["environment/untrue_graft_frac"] = untrue_frac
         return metrics
 
     def add_counts(self, counts: Mapping[str, Any]) -> None:
         """Adds what the environments of a tree in another process have counted."""
-        for kind in ("usage", "grafts"):
-            own = getattr(self.counts, kind)
-            for name, number in counts[kind].items():
-                setattr(own, name, getattr(own, name) + number)
-        self.counts.num_copies += counts["num_copies"]
+        for name, number in counts.items():
+            setattr(self.counts, name, getattr(self.counts, name) + number)
 
     async def bounded(self, work: Awaitable[T], method: str, *, is_counted: bool = True) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
@@ -129,7 +105,7 @@ class Environments:
                 )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
-            self.counts.usage.num_failures += is_counted
+            self.counts.num_failures += is_counted
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
             raise ToolUnavailable(
                 f"environment '{self.kind.name}': {method}: {reason}", code="environment-failed"
@@ -140,7 +116,9 @@ class TreeEnvironments:
     """The sessions of one tree, and every environment made for it."""
 
     def __init__(self, run: Environments, runner: Runner, task: Task) -> None:
-        self.run, self.kind, self.runner = run, run.kind, runner
+        self.run = run
+        self.kind = run.kind
+        self.runner = runner
         self.names = frozenset(tool.name for tool in run.kind.tools)
         self.task = task
         """The task of all calls; with the first observation once that is known."""
@@ -205,7 +183,7 @@ class TreeEnvironments:
         """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
         live = self.kind.make()
         self._lives.add(live)
-        self.run.counts.usage.num_opened += 1
+        self.run.counts.num_opened += 1
         try:
             return live, await self.run.bounded(live.reset(self._bare_task), "reset")
         except BaseException:
@@ -268,7 +246,9 @@ class EnvironmentSession:
     def __init__(
         self, tree: TreeEnvironments, live: LiveEnvironment, history: Sequence[_Action] = ()
     ) -> None:
-        self.tree, self.live, self.history = tree, live, tuple(history)
+        self.tree = tree
+        self.live = live
+        self.history = tuple(history)
         self._lock = asyncio.Lock()
         self._copies: list[asyncio.Task[LiveEnvironment]] = []
         self._points: list[_CopyPoint] = []
@@ -304,7 +284,8 @@ class EnvironmentSession:
 
     async def repeat(self, actions: Sequence[_Action]) -> None:
         """Makes calls again. Raises `ToolUnavailable` where a result differs from the first one."""
-        usage, name = self.tree.run.counts.usage, self.tree.kind.name
+        usage = self.tree.run.counts
+        name = self.tree.kind.name
         for number, action in enumerate(actions, start=1):
             usage.num_replayed_calls += 1
             await self._act(action.call, is_repeat=True)
@@ -338,7 +319,7 @@ class EnvironmentSession:
         observation = await self.tree.runner.call(call, self.tree.task, act, is_repeat=is_repeat)
         if not outcomes:
             # The deadline: the method may still be at work on the state.
-            self.tree.run.counts.usage.num_failures += 1
+            self.tree.run.counts.num_failures += 1
             self._broken = (
                 f"environment '{self.tree.kind.name}': {call.name} did not end within"
                 " tools.deadline_s, so its state is not known"
@@ -348,11 +329,11 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True, *, is_kept: bool = False) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
         """Returns the present state as a point; arguments as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        point = _CopyPoint(self, self.history, is_wanted, is_kept)
+        point = _CopyPoint(self, self.history, is_wanted)
         self._points.append(point)
         return point
 
@@ -393,7 +374,7 @@ class EnvironmentSession:
         which its calls have been made; None where none does."""
         tree = self.tree
         copy = self._trial if self.can_branch else None
-        found = await first_true(candidates, tree.names, tree.run.counts.grafts, copy)
+        found = await first_true(candidates, tree.names, tree.run.counts, copy)
         return None if found is None else (found[0], found[1] or self)
 
     async def _trial(self) -> Session:
@@ -420,7 +401,7 @@ class EnvironmentSession:
         with suppress(TypeError, ValueError):
             number = float(value)
         if not math.isfinite(number):
-            self.tree.run.counts.usage.num_failures += 1
+            self.tree.run.counts.num_failures += 1
             raise ToolUnavailable(
                 f"environment '{self.tree.kind.name}': get_reward returned {value!r:.80}, expected"
                 " a finite number or None",
@@ -455,7 +436,7 @@ class _FreshPoint:
 
     async def open(self) -> EnvironmentSession:
         tree = self.tree
-        tree.run.counts.usage.num_replays += self.history is not None
+        tree.run.counts.num_replays += self.history is not None
         # Shielded: the tree's end closes an environment whose opener gives up.
         live, first = await (asyncio.shield(self.begun) if self.begun else tree.begin())
         session = EnvironmentSession(tree, live)
@@ -464,7 +445,7 @@ class _FreshPoint:
                 raise ToolUnavailable(tree.refusal, code="environment-refused")
             # All trajectories of a tree share one prompt, which holds the first observation.
             if first != tree.first:
-                tree.run.counts.usage.num_mismatches += 1
+                tree.run.counts.num_mismatches += 1
                 raise ToolUnavailable(
                     f"environment '{tree.kind.name}': reset gave {first!r:.80}, but"
                     f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
@@ -486,13 +467,8 @@ class _CopyPoint:
     """Stands in this state until it is copied."""
     history: Sequence[_Action]
     is_wanted: Callable[[], bool]
-    is_kept: bool
-    """No branch takes the copy itself."""
     copy: asyncio.Task[LiveEnvironment] | None = None
-    num_left: int = 0
-    """Branches still to be opened."""
     is_failed: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def keep(self) -> None:
         """Starts the copy, unless no branch will need it."""
@@ -500,27 +476,21 @@ class _CopyPoint:
             self.copy = self.session.start_copy()
 
     def reserve(self, num: int) -> None:
-        """Announces branches: each takes a copy, the last one this point's own."""
-        self.num_left += num
-        self.session.tree.run.counts.usage.num_forks += num
+        """Announces branches, each of which gets a copy of this point's copy."""
+        self.session.tree.run.counts.num_forks += num
         if self.copy is None:
             self.copy = self.session.start_copy()
 
     async def open(self) -> EnvironmentSession:
         """Returns a session on a copy. Raises `ToolUnavailable` where it cannot be made."""
         tree = self.session.tree
-        if self.num_left <= 0:
+        if self.copy is None:
             self.reserve(1)
         assert self.copy is not None, "made with the reservation"
-        # One after another: the last branch takes the copy itself, and then changes it.
-        async with self.lock:
-            try:
-                live = await asyncio.shield(self.copy)
-                self.num_left -= 1
-                if self.num_left or self.is_kept:
-                    live = await tree.fork(live)
-            except ToolUnavailable:
-                tree.run.counts.usage.num_failures += not self.is_failed
-                self.is_failed = True
-                raise
+        try:
+            live = await tree.fork(await asyncio.shield(self.copy))
+        except ToolUnavailable:
+            tree.run.counts.num_failures += not self.is_failed
+            self.is_failed = True
+            raise
         return EnvironmentSession(tree, live, self.history)

@@ -51,20 +51,24 @@ async def try_environment(
         SettingError: reset, the copy or the reward failed, or there is no reward where one is
             needed.
     """
-    part, advice = "it cannot be begun", "Correct reset(), or the columns of the data."
+    part = "it cannot be begun"
+    advice = "Correct reset(), or the columns of the data."
     async with environments.sessions(task) as sessions:
         try:
             shown = await sessions.prepare(1)
             session = await sessions.start(0).open()
             if branches:
-                part, advice = "no branch can be opened", _ADVICE.get(kind.capability, "")
+                part = "no branch can be opened"
+                advice = _ADVICE.get(kind.capability, "")
                 point = session.mark()
                 point.reserve(1)
                 branch = await point.open()
-            part, advice = "it has no reward", "Correct get_reward()."
+            part = "it has no reward"
+            advice = "Correct get_reward()."
             reward = await session.reward()
             if branches:
-                part, advice = "a branch has no reward", "Correct the state it begins in."
+                part = "a branch has no reward"
+                advice = "Correct the state it begins in."
                 await branch.reward()
         except ToolUnavailable as error:
             raise SettingError(

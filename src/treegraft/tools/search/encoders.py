@@ -249,7 +249,9 @@ BLOCK = 256
 """Dimensions of each of the two blocks; one bit of a hash per dimension."""
 NUM_NEWEST = 12
 """Words from the end of the history that count."""
-_WORD, _TRIPLE, _LINE = 2, 3, 6
+_WORD = 2
+_TRIPLE = 3
+_LINE = 6
 """Weights in the question's block. Triples tell "r1 of r2" from "r2 of r1"; the line as a whole
 tells any two questions apart."""
 

@@ -70,24 +70,3 @@ def search_exactly(
             # rows near the threshold is left to `score`.
             found.append(score(vectors, np.flatnonzero(rough >= threshold - _MARGIN), query, num))
     return found
-
-
-def search_rows(
-    vectors: Vectors,
-    queries: npt.NDArray[np.float32],
-    base: Mask,
-    eligible: Sequence[Mask],
-    k: int,
-) -> list[Hits]:
-    """Returns the same as `search_exactly`, faster if few rows are eligible.
-
-    Args:
-        base: [rows] those that are eligible before a query's own exclusions; every mask of
-            `eligible` is a part of it.
-    """
-    # Copying the eligible rows pays off only if they are few.
-    if 2 * int(np.count_nonzero(base)) >= len(vectors):
-        return search_exactly(vectors, queries, eligible, k)
-    few = np.flatnonzero(base)
-    found = search_exactly(vectors[few], queries, [mask[few] for mask in eligible], k)
-    return [(few[places], similarities) for places, similarities in found]

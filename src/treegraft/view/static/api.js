@@ -1,18 +1,14 @@
-// Requests to the server or to the files of a bundle, and addresses of pages. An address holds all that its page shows.
+// Requests to the server, and addresses of pages. An address holds all that its page shows.
 
 const set = (query) => Object.entries(query ?? {}).filter(([, value]) => value !== "" && value !== null && value !== undefined);
 
-async function fromServer(path, query) {
-  const text = new URLSearchParams(query).toString();
+export async function get(path, query) {
+  const text = new URLSearchParams(set(query)).toString();
   const answer = await fetch(`api/${path}${text ? `?${text}` : ""}`);
   const data = await answer.json();
   if (!answer.ok) throw new Error(data.error ?? `the server answered ${answer.status}`);
   return data;
 }
-
-let source = fromServer;
-export const answerFrom = (other) => (source = other);
-export const get = (path, query) => source(path, Object.fromEntries(set(query)));
 
 export const runPath = (run, rest = "") => `runs/${encodeURIComponent(run)}${rest}`;
 
@@ -29,10 +25,6 @@ export const to = {
   search: (run, query) => link(["r", run, "s"], query),
   groups: (run, file, query) => link(["r", run, "t", file], query),
   tree: (run, file, n, query) => link(["r", run, "t", file, n], query),
-  versus: (run, file, n, query) => link(["r", run, "t", file, n, "vs"], query),
-  task: (run, id) => link(["r", run, "task"], { id }),
-  buffer: (run, query) => link(["r", run, "buffer"], query),
-  trace: (run, hash) => link(["r", run, "buffer", hash]),
 };
 
 export function here() {

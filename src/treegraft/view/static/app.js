@@ -1,16 +1,13 @@
-// The frame around the pages: address to page, keys, themes, and the watch on runs that are being written.
+// The frame around the pages: address to page, keys, and the watch on runs that are being written.
 
-import { answerFrom, fileTitle, get, here, link, to } from "./api.js";
-import { fromFiles, isBundle, madeAt } from "./bundle.js";
+import { fileTitle, get, here, link, to } from "./api.js";
 import { chosenRuns } from "./chosen.js";
 import { h, hideTip, replace } from "./dom.js";
 import { overview } from "./overview.js";
-import { groups, search, task, updates } from "./lists.js";
+import { groups, search, updates } from "./lists.js";
 import { runsPage } from "./runs.js";
 import { settingsPage } from "./settings.js";
 import { treePage } from "./tree.js";
-import { versus } from "./versus.js";
-import { bufferPage, tracePage } from "./buffer.js";
 
 let page = document.getElementById("page");
 const bar = document.getElementById("bar");
@@ -18,54 +15,21 @@ const help = document.getElementById("help");
 let runs = [];
 let current = null;
 let turn = 0;
-let following = false;
-let isGoing = false;
 
-// Pages by the letter after g. Single keys belong to what a page shows.
-const PLACES = [
-  ["r", "runs", "Runs", () => to.runs()],
-  ["o", "overview", "Overview", () => to.overview()],
-  ["c", "settings", "Settings", () => to.settings()],
-  ["u", "updates", "Updates", (run) => to.updates(run)],
-  ["s", "search", "Search", (run) => to.search(run)],
-  ["b", "buffer", "Buffer", (run) => to.buffer(run)],
+const TABS = [
+  { id: "runs", label: "Runs", address: () => to.runs() },
+  { id: "overview", label: "Overview", address: () => to.overview() },
+  { id: "settings", label: "Settings", address: () => to.settings() },
+];
+const RUN_TABS = [
+  { id: "updates", label: "Updates", address: (run) => to.updates(run) },
+  { id: "search", label: "Search", address: (run) => to.search(run) },
 ];
 const GENERAL = [
   ["?", "these keys"],
-  ...PLACES.map(([key, , label]) => [`g ${key}`, label.toLowerCase()]),
   ["/", "to the search field"],
   ["Esc", "one level up"],
-  ["d", "dark or light"],
-  ["f", "follow the newest update of a running run"],
 ];
-
-// ---- themes
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  try {
-    localStorage.setItem("theme", name);
-  } catch {
-    // A browser may refuse storage; the theme then lasts as long as the page.
-  }
-}
-
-function firstTheme() {
-  let kept = here().query.theme;
-  try {
-    kept = kept ?? localStorage.getItem("theme");
-  } catch {
-    kept = kept ?? null;
-  }
-  return kept ?? (matchMedia("(prefers-color-scheme: light)").matches ? "light" : "dark");
-}
-
-const otherTheme = () => (document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-
-function switchTheme() {
-  setTheme(otherTheme());
-  current?.restyle?.();
-}
 
 // ---- address to page
 
@@ -74,18 +38,14 @@ function choose(parts, query) {
   if (parts.length === 0) return { make: () => overview(page, context), up: null, tab: "overview" };
   if (parts[0] === "runs" && parts.length === 1) return { make: () => runsPage(page, context), up: to.overview(), tab: "runs" };
   if (parts[0] === "settings" && parts.length === 1) return { make: () => settingsPage(page, context), up: to.overview(), tab: "settings" };
-  const [, run, kind, a, b, c] = parts;
+  const [, run, kind, file, number] = parts;
   const known = runs.find((one) => one.name === run);
   if (parts[0] !== "r" || !known) throw new Error(`There is no run "${run ?? parts[0]}" here.`);
   const ctx = { ...context, run };
   if (!kind) return { make: () => updates(page, ctx), up: to.overview(), tab: "updates", run };
   if (kind === "s") return { make: () => search(page, ctx), up: to.updates(run), tab: "search", run };
-  if (kind === "task") return { make: () => task(page, ctx, query.id ?? ""), up: to.updates(run), tab: "updates", run };
-  if (kind === "buffer" && a) return { make: () => tracePage(page, ctx, a), up: to.buffer(run), tab: "buffer", run };
-  if (kind === "buffer") return { make: () => bufferPage(page, ctx), up: to.updates(run), tab: "buffer", run };
-  if (kind === "t" && c === "vs") return { make: () => versus(page, ctx, a, Number(b)), up: to.tree(run, a, b), tab: "updates", run };
-  if (kind === "t" && b !== undefined) return { make: () => treePage(page, ctx, a, Number(b)), up: to.groups(run, a), tab: "updates", run };
-  if (kind === "t") return { make: () => groups(page, ctx, a), up: to.updates(run), tab: "updates", run };
+  if (kind === "t" && number !== undefined) return { make: () => treePage(page, ctx, file, Number(number)), up: to.groups(run, file), tab: "updates", run };
+  if (kind === "t") return { make: () => groups(page, ctx, file), up: to.updates(run), tab: "updates", run };
   throw new Error("There is no such page.");
 }
 
@@ -135,22 +95,21 @@ function drawBar({ tab, run }, parts) {
   const one = runs.find((r) => r.name === name);
   const picker = h(
     "select",
-    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = link(["r", event.target.value, ...(tab === "search" ? ["s"] : tab === "buffer" ? ["buffer"] : [])])) },
+    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = tab === "search" ? to.search(event.target.value) : to.updates(event.target.value)) },
     runs.map((r) => h("option", { value: r.name }, r.folder ? `${r.folder}/${r.name}` : r.name)),
   );
   picker.value = name ?? "";
-  const tabs = (some) => h("nav", null, some.map(([key, id, label, address]) => h("a", { href: address(name), "aria-current": id === tab && "page", title: `keys g ${key}` }, label)));
+  const tabs = (some) => h("nav", null, some.map(({ id, label, address }) => h("a", { href: address(name), "aria-current": id === tab && "page" }, label)));
   const crumbs = parts[2] === "t" ? [h("a", { href: to.groups(name, parts[3]) }, fileTitle(parts[3])), parts[4] !== undefined && h("a", { href: to.tree(name, parts[3], parts[4]) }, `group ${parts[4]}`)] : [];
   replace(
     bar,
     h("a", { class: "brand", href: to.overview() }, "treegraft"),
-    tabs(PLACES.slice(runs.length > 1 ? 0 : 1, 3)),
+    tabs(runs.length > 1 ? TABS : TABS.slice(1)),
     picker,
-    tabs(PLACES.slice(3)),
+    tabs(RUN_TABS),
     h("span", { class: "crumbs" }, crumbs.filter(Boolean).map((crumb) => [" › ", crumb])),
     h("span", { class: "spring" }),
     h("span", { id: "live" }, liveText(one)),
-    h("button", { onclick: switchTheme, title: "key d" }, "theme"),
     h("button", { onclick: showHelp, title: "key ?" }, "keys"),
   );
 }
@@ -158,31 +117,16 @@ function drawBar({ tab, run }, parts) {
 function liveText(run) {
   if (!run) return "";
   const progress = `update ${run.update} of ${run.num_updates}`;
-  if (made) return h("span", { class: "dim", title: "A copy: it does not follow the run, and cannot search by similarity." }, `${progress}, copy of ${made}`);
   if (!run.is_live) return [h("span", { class: "dim" }, progress)];
-  return [h("b", { class: "pulse" }, "running"), ` ${progress} `, run.roles && h("span", { class: "dim" }, `${run.roles} `), h("button", { "aria-pressed": String(following), onclick: toggleFollow, title: "key f" }, following ? "following" : "follow")];
+  return [h("b", { class: "pulse" }, "running"), ` ${progress}`];
 }
 
 // ---- the watch
-
-function toggleFollow() {
-  following = !following;
-  refreshLive();
-  if (following) followNewest();
-}
 
 function refreshLive() {
   const place = document.getElementById("live");
   const one = runs.find((r) => r.name === runInView());
   if (place) replace(place, liveText(one));
-}
-
-async function followNewest() {
-  const { parts } = here();
-  if (parts[0] !== "r" || parts[2] !== "t") return;
-  const { files } = await get(`runs/${encodeURIComponent(parts[1])}`);
-  const newest = files.filter((file) => file.kind === "update").at(-1);
-  if (newest && newest.name !== parts[3]) location.hash = parts[4] === undefined ? to.groups(parts[1], newest.name) : to.tree(parts[1], newest.name, parts[4]);
 }
 
 const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.newest]));
@@ -207,7 +151,6 @@ async function lookAgain() {
     refreshLive();
     try {
       await current?.refresh?.();
-      if (following) await followNewest();
     } catch (error) {
       showFault(`this page is not up to date: ${error.message}`);
     }
@@ -223,7 +166,7 @@ async function watch() {
 
 function showHelp() {
   const rows = (list) => h("table", null, list.map(([key, text]) => h("tr", null, h("td", null, key.split(" ").map((k) => [h("kbd", null, k), " "])), h("td", null, text))));
-  replace(help, h("h2", null, "Keys"), rows(GENERAL), current?.keys && h("h2", null, "On this page"), current?.keys && rows(current.keys.map(([key, text]) => [key, text])), h("form", { method: "dialog" }, h("button", null, "close")));
+  replace(help, h("h2", null, "Keys"), rows(GENERAL), current?.keys && h("h2", null, "On this page"), current?.keys && rows(current.keys), h("form", { method: "dialog" }, h("button", null, "close")));
   help.showModal();
 }
 
@@ -235,24 +178,15 @@ function onKey(event) {
     return;
   }
   if (event.key === "Enter" && event.target.closest("a,button")) return;
-  const asked = isGoing && PLACES.find(([key]) => key === event.key);
-  isGoing = event.key === "g" && !isGoing;
   const own = (current?.keys ?? []).find(([keys]) => keys.split(" ").includes(event.key));
-  if (asked) location.hash = asked[3](runInView());
-  else if (isGoing) return;
-  else if (own) own[2](event.key);
+  if (own) own[2](event.key);
   else if (event.key === "?") showHelp();
-  else if (event.key === "d") switchTheme();
-  else if (event.key === "f") toggleFollow();
   else if (event.key === "Escape" && current?.up) location.hash = current.up;
-  else if (event.key === "/") page.querySelector("input[type=search], textarea")?.focus();
+  else if (event.key === "/") page.querySelector("input[type=search]")?.focus();
   else return;
   event.preventDefault();
 }
 
-setTheme(firstTheme());
-if (isBundle) answerFrom(fromFiles);
-const made = isBundle ? await madeAt() : null;
 runs = await get("runs");
 // Of many runs some are chosen first.
 if (!location.hash && runs.length > 8) history.replaceState(null, "", to.runs());
@@ -260,4 +194,6 @@ addEventListener("hashchange", show);
 addEventListener("keydown", onKey);
 addEventListener("scroll", hideTip, true);
 await show();
-if (!isBundle) setTimeout(watch, 2000);
+setTimeout(watch, 2000);
+// Charts are drawn with the colours of the theme.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => current?.restyle?.());

@@ -45,19 +45,18 @@ export const AXES = {
   tokens: { label: "sampled tokens", show: short },
   calls: { label: "tool calls", show: short },
   wall_s: { label: "time", show: (value, most) => duration(value, most), steps: STEPS },
-  cpu_s: { label: "processor time", show: (value, most) => duration(value, most), steps: STEPS },
 };
 
 // Draws values over x. series: {label, colour, values, raw, dash, points, low, high}; marks: [{x, texts}];
-// names: what each x is called; logs: the y axis counts powers of ten.
-export function chart(place, { x, series, marks = [], range, format = num, sync, onPick, stacked = false, axis = AXES.update, names = null, logs = false, height = 190 }) {
+// names: what each x is called.
+export function chart(place, { x, series, marks, range, format, sync, onPick, axis, names, height }) {
   const data = [x];
   const shapes = [{}];
   const bands = [];
   const line = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "12px system-ui" };
   for (const one of series) {
     const width = one.thin ? 1 : 1.75;
-    shapes.push({ label: one.label, stroke: one.colour, width, dash: one.dash, spanGaps: true, points: { show: !stacked && (one.points ?? false), size: 6, fill: one.colour }, ...(stacked ? { fill: one.colour, width: 0, paths: uPlot.paths.bars({ size: [0.75, 40] }) } : {}) });
+    shapes.push({ label: one.label, stroke: one.colour, width, dash: one.dash, spanGaps: true, points: { show: one.points ?? false, size: 6, fill: one.colour } });
     data.push(one.values);
     if (one.low) {
       const at = data.length;
@@ -91,17 +90,16 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
     height,
     padding: [12, 12, 0, 0],
     legend: { show: false },
-    // Bars stand on zero and need half a column on either side; a single point stands in the middle.
+    // A single point stands in the middle.
     scales: {
-      x: { time: false, range: stacked || x.length === 1 ? (u, low, high) => [low - 0.5, high + 0.5] : undefined },
-      y: logs ? { distr: 3 } : { range: range ? () => range : (u, low, high) => (stacked ? [0, 1.06 * (high || 1)] : padded(low, high)) },
+      x: { time: false, range: x.length === 1 ? (u, low, high) => [low - 0.5, high + 0.5] : undefined },
+      y: { range: range ? () => range : (u, low, high) => padded(low, high) },
     },
     axes: [
       { ...line, size: 28, ...(axis.steps ? { incrs: axis.steps } : {}), values: (u, ticks) => ticks.map((tick) => axis.show(tick, most)) },
-      // Between powers of ten there are lines, and no room for numbers.
-      { ...line, size: 58, values: (u, ticks) => ticks.map((tick) => (tick === null || (logs && !isPower(tick)) ? "" : format(tick, 3))) },
+      { ...line, size: 58, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
     ],
-    cursor: { sync: sync ? { key: sync } : undefined, drag: { x: true, y: false }, points: { size: 7 } },
+    cursor: { sync: { key: sync }, drag: { x: true, y: false }, points: { size: 7 } },
     series: shapes,
     bands,
     hooks: { draw: [drawMarks] },
@@ -127,12 +125,10 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   let downAt = 0;
   over.addEventListener("mousedown", (event) => (downAt = event.clientX));
   over.addEventListener("click", (event) => {
-    if (onPick && Math.abs(event.clientX - downAt) < 4 && plot.cursor.idx !== null) onPick(plot.cursor.idx);
+    if (Math.abs(event.clientX - downAt) < 4 && plot.cursor.idx !== null) onPick(plot.cursor.idx);
   });
   return plot;
 }
-
-const isPower = (tick) => Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
 
 // The place of a value, or of the last one before it where runs have values at places of their own.
 function nearest(values, at, mayBeBefore) {

@@ -2,9 +2,8 @@
 
 import { css } from "./charts.js";
 
-const HUES = 8;
-// As many as there are colours.
-const MOST = HUES;
+// Runs that are chosen at first: as many as there are colours.
+const MOST = 8;
 let names = null;
 const slots = new Map();
 
@@ -35,4 +34,4 @@ export function chosenRuns(runs, query) {
   return names;
 }
 
-export const colourOf = (name) => (slots.has(name) ? css(`--run${slots.get(name) % HUES}`) : css("--dim"));
+export const colourOf = (name) => (slots.has(name) ? css(`--run${slots.get(name) % MOST}`) : css("--dim"));

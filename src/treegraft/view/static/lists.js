@@ -1,7 +1,6 @@
-// Lists: the updates of a run, the groups of an update, a search through all, one task across updates.
+// Lists: the updates of a run, the groups of an update, a search through all.
 
 import { fileTitle, get, here, note, runPath, to } from "./api.js";
-import { chart, css } from "./charts.js";
 import { flat, h, num, percent, plain, plural, replace } from "./dom.js";
 import { makeList } from "./table.js";
 
@@ -32,9 +31,9 @@ export async function updates(page, { run, query }) {
   chooser.value = only;
   replace(page, h("div", { class: "tools" }, h("h1", null, run), chooser, searchBox(run), h("span", { class: "spring" }), h("a", { href: to.settings({ runs: run }) }, "its settings")), place);
   let data = [];
-  const list = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
+  const drawList = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
     empty: () => (data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).") });
-  const draw = () => list.draw(data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only)));
+  const draw = () => drawList(data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only)));
   const load = async () => {
     const [one, metrics] = await Promise.all([get(runPath(run)), get(runPath(run, "/metrics"))]);
     const by = new Map(metrics.lines.map((line) => [line.update, line]));
@@ -45,7 +44,7 @@ export async function updates(page, { run, query }) {
     draw();
   };
   await load();
-  return { title: "updates", refresh: load, keys: list.keys };
+  return { title: "updates", refresh: load };
 }
 
 function searchBox(run) {
@@ -59,10 +58,6 @@ const FLAGS = [["", "any"], ["1", "yes"], ["0", "no"]];
 const FILTERS = [
   ["q", "text", "search"],
   ["status", "status", [["", "any"], ["completed", "completed"], ["truncated", "truncated"], ["format_violation", "format violation"], ["failed", "failed"]]],
-  ["min_reward", "reward ≥", "number"],
-  ["max_reward", "≤", "number"],
-  ["min_tokens", "tokens ≥", "number"],
-  ["max_tokens", "≤", "number"],
   ["error", "tool error", FLAGS],
   ["graft", "graft", FLAGS],
   ["branch", "branch", FLAGS],
@@ -81,7 +76,7 @@ function filters(query, onChange) {
   const fields = FILTERS.map(([name, label, kind]) => {
     const field = Array.isArray(kind)
       ? h("select", { id: `f-${name}`, onchange: (event) => change(name, event.target.value) }, kind.map(([value, text]) => h("option", { value }, text)))
-      : h("input", { id: `f-${name}`, type: kind, step: "any", placeholder: kind === "search" ? "question, thought, call, result, answer   /" : "", oninput: (event) => change(name, event.target.value) });
+      : h("input", { id: `f-${name}`, type: "search", placeholder: "question, thought, call, result, answer   /", oninput: (event) => change(name, event.target.value) });
     field.value = values[name];
     return h("label", { class: kind === "search" ? "wide" : null }, label, " ", field);
   });
@@ -107,11 +102,6 @@ function strips(rows) {
     made.style.setProperty("--zero", `${zero}px`);
     return made;
   };
-}
-
-// What faint marks are, where there are any.
-function stripLegend(rows) {
-  return rows.some((row) => row.matches.length < row.num_leaves) ? h("p", { class: "about" }, "leaves: one mark each, up or down from 0 by its reward; faint marks are leaves of a tree that do not match") : null;
 }
 
 const GROUP_COLUMNS = [
@@ -141,7 +131,7 @@ const treeAddress = (run) => (row) => to.tree(run, row.file, row.n, row.matches 
 export async function groups(page, { run, query }, file) {
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
-  const list = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), about: stripLegend, empty: () => "No tree is like that." });
+  const drawList = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), empty: () => "No tree is like that." });
   let turn = 0;
   let isFirst = true;
   const load = async (values) => {
@@ -149,7 +139,7 @@ export async function groups(page, { run, query }, file) {
     const got = await get(runPath(run, "/groups"), { ...values, file });
     if (mine !== turn) return;
     count.textContent = plural(got.groups.length, "tree");
-    list.draw(got.groups, !isFirst);
+    drawList(got.groups, !isFirst);
     isFirst = false;
   };
   const chosen = filters(query, load);
@@ -161,7 +151,7 @@ export async function groups(page, { run, query }, file) {
     h("div", { class: "title" }, h("h1", null, fileTitle(file)), h("button", { disabled: at <= 0, onclick: () => step(-1), title: "key [" }, "‹ before"), h("button", { disabled: at + 1 >= same.length, onclick: () => step(1), title: "key ]" }, "next ›"), count),
     chosen.element, found);
   await load(chosen.values);
-  return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)], ...list.keys] };
+  return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)]] };
 }
 
 // ---- search
@@ -175,7 +165,7 @@ export async function search(page, { run, query }) {
   const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
   let [rows, cursor, turn, values] = [[], null, 0, {}];
   const damaged = [];
-  const list = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), about: stripLegend, empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
+  const drawList = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
   const ask = async (mine) => {
     const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
     if (mine !== turn) return;
@@ -184,7 +174,7 @@ export async function search(page, { run, query }) {
     damaged.push(...got.damaged);
     count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}${damaged.length ? `; left out: ${damaged.join("; ")}` : ""}`;
     more.hidden = !cursor;
-    list.draw(rows);
+    drawList(rows);
     // A rare text may be far back: looks on by itself until there is a page of trees.
     if (cursor && rows.length < 50) await ask(mine);
   };
@@ -202,49 +192,5 @@ export async function search(page, { run, query }) {
   replace(page, h("div", { class: "title" }, h("h1", null, `Search ${run}`), count), chosen.element, found, more);
   page.querySelector("input[type=search]").focus({ preventScroll: true });
   await load(chosen.values);
-  return { title: "search", close: () => { chosen.cancel(); turn++; }, keys: list.keys };
-}
-
-// ---- one task
-
-// Updates, greedy and sampled evaluations: by lightness and dashes, since hues stand for runs.
-const KINDS = [["update", "updates", "--part0"], ["greedy", "evaluation, greedy", "--part1"], ["sampled", "evaluation, sampled", "--part1"]];
-
-export async function task(page, { run, query }, id) {
-  const rows = (await get(runPath(run, "/task"), { id })).map((row) => ({ ...row, matches: row.leaves.map((_, n) => n) }));
-  const numberOf = (row) => Number(row.file.split("-")[1]);
-  const columns = [{ key: "file", label: "where", lead: true, keep: true, of: numberOf, show: (row) => fileTitle(row.file), text: true }, ...groupColumns(rows).slice(3),
-    { key: "answers", label: "answers", text: true, wide: true, keep: true, of: (row) => row.leaves.length, show: (row) => h("span", { class: "foreign" }, answers(row)) }];
-  const place = h("div", { class: "plot" });
-  const keys = h("span", { class: "keys" });
-  const found = h("div");
-  const list = makeList(found, { id: "groups", columns, query, first: "file", address: (row) => to.tree(run, row.file, row.n), empty: () => "This task occurs nowhere in this run." });
-  replace(page, h("h1", null, "One task across updates"), h("p", { class: "foreign question" }, plain(rows[0]?.question ?? "")), h("p", { class: "dim" }, plain(id)),
-    h("section", { class: "card" }, h("h2", null, "Reward: mean, and lowest to highest", keys), place), found);
-  list.draw(rows);
-  const made = [];
-  const paint = () => {
-    made.splice(0).forEach((plot) => plot.destroy());
-    const x = [...new Set(rows.map(numberOf))];
-    place.parentElement.hidden = x.length < 2;
-    if (x.length < 2) return;
-    const series = KINDS.flatMap(([kind, label, colour]) => {
-      const own = rows.filter((row) => row.file.endsWith(kind) || (kind === "update" && row.file.startsWith(kind)));
-      const at = (read) => x.map((u) => own.filter((row) => numberOf(row) === u).map(read)[0] ?? null);
-      return own.length ? [{ label, colour: css(colour), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true, dash: kind === "sampled" ? [5, 4] : undefined }] : [];
-    });
-    replace(keys, series.map((one) => { const swatch = h("i", { class: one.dash ? "swatch dashed" : "swatch" }); swatch.style.setProperty("--own", one.colour); return h("span", null, swatch, one.label); }));
-    // Rewards from 0 to 1 are told apart at a glance; others widen the axis.
-    const range = [Math.min(0, ...rows.map((row) => row.reward_min ?? 0)), Math.max(1, ...rows.map((row) => row.reward_max ?? 1))];
-    place.dataset.series = series.map((one) => `${one.label}: ${one.values.map((value) => num(value)).join(" ")}`).join("; ");
-    made.push(chart(place, { x, series, range }));
-  };
-  paint();
-  return { title: "task", restyle: paint, close: () => made.forEach((plot) => plot.destroy()), keys: list.keys };
-}
-
-function answers(row) {
-  const counts = new Map();
-  for (const leaf of row.leaves) counts.set(leaf.answer ?? "none", (counts.get(leaf.answer ?? "none") ?? 0) + 1);
-  return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([answer, count]) => `${count}× ${flat(answer, 30)}`).join("  ");
+  return { title: "search", close: () => { chosen.cancel(); turn++; } };
 }

@@ -1,7 +1,7 @@
 // The overview: the main metrics of one run or of several, over each other.
 
 import { get, note, runPath, to } from "./api.js";
-import { AXES, chart, css, duration, smooth, wilson } from "./charts.js";
+import { AXES, chart, duration, smooth, wilson } from "./charts.js";
 import { chosenRuns, colourOf, joined } from "./chosen.js";
 import { h, num, plain, replace } from "./dom.js";
 
@@ -13,9 +13,8 @@ const CARDS = [
   { title: "Tool calls", keys: [["rollout/tool_calls_mean", "rollouts"], ["eval/tool_calls_mean", "held-out", true]], about: "mean tool calls of a trajectory; dashed: held-out" },
   { title: "Retrieved", keys: [["graft/hybrid_frac", "trajectories with a graft"], ["rollout/retrieved_frac", "retrieved tokens", true]], format: share, about: "share of trajectories that hold a graft; dashed: share of tokens after the prompt" },
   { title: "Branches", keys: [["*branched", "branches per trajectory"]], about: "branches that explorers opened, per trajectory" },
-  { title: "Time", time: true, about: "" },
+  { title: "Time", keys: [["time/update_s", "update"], ["time/rollout_s", "rollouts", true]], format: (value) => duration(value), about: "seconds of an update; dashed: of its rollouts" },
 ];
-const PARTS = [["rollout", "time/rollout_s"], ["learn", "time/learn_s"], ["publish", "time/publish_s"], ["evaluation", "time/eval_s"]];
 // More runs than that are chosen on their own page.
 const MOST_BUTTONS = 8;
 const heightOf = () => (innerWidth >= 2000 ? 270 : 190);
@@ -26,15 +25,11 @@ function value(line, key) {
   return typeof line[key] === "number" ? line[key] : null;
 }
 
-const seconds = (line, key) => value(line, key) ?? 0;
-const whole = (line) => value(line, "time/update_s") ?? value(line, "time/eval_s");
-
 export async function overview(page, { runs, query, go }) {
-  const [loaded, partial] = [new Map(), new Map()];
+  const loaded = new Map();
   let chosen = chosenRuns(runs, query);
   let weight = Number(query.smooth ?? 0);
   let extra = query.more ? query.more.split(",") : [];
-  let logs = query.log ? query.log.split(",") : [];
   let axis = AXES[query.x] ? query.x : "update";
   let plots = [];
 
@@ -43,9 +38,7 @@ export async function overview(page, { runs, query, go }) {
     const got = await get(runPath(name, "/metrics"), known ? { first: known.lines.length, era: known.era } : {});
     const fresh = got.lines.map((line, n) => ({ ...line, at: Object.fromEntries(Object.entries(got.axes).map(([key, sums]) => [key, sums[n]])) }));
     const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...fresh] : fresh;
-    loaded.set(name, { name, era: got.era, lines, numEval: got.num_eval, rules: got.rules });
-    const parts = [got.read_frac < 1 && `${share(got.read_frac, 2)} of its metrics read so far`, got.stride > 1 && `every ${got.stride}th update shown`];
-    partial.set(name, parts.filter(Boolean).join(", "));
+    loaded.set(name, { name, era: got.era, lines, stride: got.stride, numEval: got.num_eval, rules: got.rules });
   }
 
   const legend = h("div", { class: "legend", id: "run-legend" });
@@ -79,12 +72,6 @@ export async function overview(page, { runs, query, go }) {
     draw();
   }
 
-  function toggleLog(title) {
-    logs = logs.includes(title) ? logs.filter((one) => one !== title) : [...logs, title];
-    note({ log: logs.join(",") });
-    draw();
-  }
-
   function toggle(name) {
     const names = chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name];
     chosen = chosenRuns(runs, { runs: joined(names) });
@@ -99,8 +86,9 @@ export async function overview(page, { runs, query, go }) {
       listed.map((run) => {
         const swatch = h("i", { class: "swatch" });
         swatch.style.setProperty("--own", colourOf(run.name));
-        const last = shown.find((one) => one.name === run.name)?.lines.at(-1);
-        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}${partial.get(run.name) ? `; ${partial.get(run.name)}` : ""}`));
+        const known = shown.find((one) => one.name === run.name);
+        const thinned = known?.stride > 1 ? `; every ${known.stride}th update shown` : "";
+        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), known && h("small", null, ` ${known.lines.at(-1).update}/${run.num_updates}${run.is_live ? " running" : ""}${thinned}`));
       }),
       listed.length < runs.length && h("a", { href: to.runs() }, `choose from ${runs.length} runs`),
     );
@@ -155,16 +143,6 @@ export async function overview(page, { runs, query, go }) {
     const values = new Set(series.flatMap((one) => one.values.filter((v) => v !== null)));
     return values.size === 1 && values.has(0);
   };
-  const canBeLog = (series) => {
-    const values = series.flatMap((one) => one.values.filter((v) => v !== null));
-    return values.length > 1 && Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) >= 5;
-  };
-
-  function cardOf(title, head, body, about) {
-    const box = h("section", { class: "card", "data-card": title }, h("h2", null, h("span", null, title), h("span", { class: "keys" }, head)), body, about && h("p", { class: "about" }, about));
-    grid.append(box);
-    return box;
-  }
 
   function drawCard(card, shown, places, marks) {
     const series = seriesOf(card, shown, places);
@@ -176,50 +154,13 @@ export async function overview(page, { runs, query, go }) {
     const counts = [...new Set(shown.map((one) => one.numEval).filter(Boolean))];
     const about = card.eval ? `share of ${counts.length ? `${counts.join(" or ")} ` : ""}held-out tasks; band: Wilson's 95 % interval` : card.about;
     const place = h("div", { class: "plot" });
-    const isLog = logs.includes(card.title) && canBeLog(series);
-    cardOf(card.title, [
+    const head = [
       flatSeries(series) && "0 throughout",
-      canBeLog(series) && h("button", { class: "small", "aria-pressed": String(isLog), onclick: () => toggleLog(card.title), title: "logarithmic axis" }, "log"),
-      card.own && h("button", { class: "small", onclick: () => removeChart(card.own), "aria-label": `remove the chart of ${card.own}` }, "×")], place, about);
+      card.own && h("button", { class: "small", onclick: () => removeChart(card.own), "aria-label": `remove the chart of ${card.own}` }, "×")];
+    grid.append(h("section", { class: "card", "data-card": card.title },
+      h("h2", null, h("span", null, card.title), h("span", { class: "keys" }, head)), place, about && h("p", { class: "about" }, about)));
     const pick = (n) => { const [name, update] = places.owners[n]; if (update > 0) go(to.groups(name, fileOf(update))); };
-    plots.push(chart(place, { x: places.x, series, marks, range: isLog ? undefined : card.range, format: card.format ?? num, sync: axis, onPick: pick, axis: AXES[axis], names: places.names, logs: isLog, height: heightOf() }));
-  }
-
-  // ---- time
-
-  function partsOf(lines) {
-    const updates = lines.map((line) => {
-      const known = PARTS.map(([, key]) => seconds(line, key));
-      return [...known, Math.max(0, (whole(line) ?? 0) - known.reduce((a, b) => a + b, 0))];
-    });
-    return [...PARTS.map(([name]) => name), "other"].map((name, place) => ({ name, colour: css(`--part${place}`), values: updates.map((parts) => parts[place]) }));
-  }
-
-  function drawTime(card, shown) {
-    const timed = shown.filter((run) => run.lines.some((line) => whole(line) !== null));
-    if (!timed.length) return;
-    const legendOf = partsOf(timed[0].lines).map(({ name, colour }) => { const i = h("i", { class: "swatch" }); i.style.setProperty("--own", colour); return h("span", null, i, name); });
-    const place = h("div", { class: "plot" });
-    if (timed.length === 1) {
-      const [run] = timed;
-      const parts = partsOf(run.lines);
-      // Bars, drawn from the whole down, so that each part covers what lies below it.
-      const series = parts.map(({ name, colour, values }, n) => ({ label: name, raw: values, colour, values: values.map((_, at) => parts.slice(0, n + 1).reduce((sum, one) => sum + one.values[at], 0)) })).reverse();
-      cardOf(card.title, legendOf, place, "seconds of an update, its parts stacked");
-      plots.push(chart(place, { x: run.lines.map((line) => line.update), series, onPick: (n) => { if (run.lines[n].update > 0) go(to.groups(run.name, fileOf(run.lines[n].update))); }, stacked: true, height: heightOf() }));
-      return;
-    }
-    const bars = timed.map((run) => {
-      const lines = run.lines.filter((line) => line.update > 0);
-      return { run, parts: partsOf(lines).map((one) => ({ ...one, mean: one.values.reduce((a, b) => a + b, 0) / Math.max(1, lines.length) })) };
-    });
-    const total = ({ parts }) => parts.reduce((sum, one) => sum + one.mean, 0);
-    const longest = Math.max(...bars.map(total)) || 1;
-    const list = h("div", { class: "timebars" }, bars.map((one) => {
-      const bar = h("span", { class: "timebar", title: one.parts.map(({ name, mean }) => `${name} ${duration(mean)}`).join(", ") }, one.parts.map(({ colour, mean }) => { const i = h("i"); i.style.setProperty("--own", colour); i.style.width = `${(100 * mean) / longest}%`; return i; }));
-      return [h("span", { class: "timename", title: one.run.name }, one.run.name), bar, h("b", null, duration(total(one)))];
-    }));
-    cardOf(card.title, legendOf, list, "mean seconds of an update by its parts; those of evaluations are spread over all updates");
+    plots.push(chart(place, { x: places.x, series, marks, range: card.range, format: card.format ?? num, sync: axis, onPick: pick, axis: AXES[axis], names: places.names, height: heightOf() }));
   }
 
   // ---- the page
@@ -239,7 +180,7 @@ export async function overview(page, { runs, query, go }) {
       if (!shown.some((run) => run.lines.some((line) => axis === "update" || line.at[axis] !== undefined))) over.value = axis = "update";
       const places = placesOf(shown);
       const marks = warned.map(({ run, line }) => ({ x: axis === "update" ? line.update : line.at[axis], texts: line.warnings.map((one) => `${shown.length > 1 ? `${run}: ` : ""}${one.name}: ${one.text}`) }));
-      for (const card of CARDS) card.time ? drawTime(card, shown) : drawCard(card, shown, places, marks);
+      for (const card of CARDS) drawCard(card, shown, places, marks);
       for (const key of extra) drawCard({ title: key, own: key, keys: [[key, key]], about: meanings[key] ?? "" }, shown, places, marks);
     }
     replace(still, quiet.length > 0 && `0 throughout, not drawn: ${quiet.join(", ")}.`);
@@ -286,9 +227,5 @@ export async function overview(page, { runs, query, go }) {
       removeEventListener("resize", onResize);
       plots.forEach((plot) => plot.destroy());
     },
-    keys: [
-      ["+ =", "more smoothing", () => setSmooth(weight + 0.1)],
-      ["-", "less smoothing", () => setSmooth(weight - 0.1)],
-    ],
   };
 }

@@ -52,16 +52,16 @@ export async function runsPage(page, { runs, query, go }) {
     { key: "time", label: "time", title: "by the clock, warm-up and evaluations included", of: (run) => run.sums.wall_s, show: (run) => (run.sums.wall_s === undefined ? "–" : duration(run.sums.wall_s)) },
     { key: "newest", label: "written", title: "when it last wrote", of: (run) => run.newest, same: (run) => run.name, show: (run) => ago(run.newest) },
   ];
-  const list = makeList(place, { id: "runs", columns, query, first: "newest", down: true, address: (run) => to.updates(run.name), empty: () => "No run is like that." });
+  const drawList = makeList(place, { id: "runs", columns, query, first: "newest", down: true, address: (run) => to.updates(run.name), empty: () => "No run is like that." });
   const draw = (isNew = false) => {
     const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
     const found = runs.filter((run) => wanted.every((word) => `${run.folder}/${run.name} ${run.model} ${run.explorers} ${stateOf(run)}`.toLowerCase().includes(word)));
     count.textContent = found.length === runs.length ? plural(runs.length, "run") : `${found.length} of ${plural(runs.length, "run")}`;
     replace(compare, `compare ${chosen.length} chosen`);
     compare.disabled = differ.disabled = !chosen.length;
-    list.draw(found, isNew);
+    drawList(found, isNew);
   };
   replace(page, h("div", { class: "title" }, h("h1", null, "Runs"), count, field, compare, differ, h("button", { onclick: () => { chosen = []; toggle("", false); }, title: "choose no run" }, "none")), place);
   draw();
-  return { title: "runs", refresh: () => draw(), keys: list.keys };
+  return { title: "runs", refresh: () => draw() };
 }

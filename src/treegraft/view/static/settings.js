@@ -51,5 +51,5 @@ export async function settingsPage(page, { runs, query }) {
   }
   replace(page, h("div", { class: "title" }, h("h1", null, loaded.length === 1 ? `Settings of ${loaded[0].name}` : "Settings"), field, runs.length > 1 && h("a", { href: to.runs() }, "choose runs")), failed.map((one) => h("p", { class: "notice bad" }, one)), loaded.length ? body : h("p", { class: "notice" }, "No run is chosen."));
   if (loaded.length) draw();
-  return { title: "settings", keys: [] };
+  return { title: "settings" };
 }

@@ -148,17 +148,8 @@ function advantages(tree) {
   return { kind: "advantage", leaf: shownFirst(tree, at(high)), words: `Advantage ${parts.map((one) => one.words).join("; lowest ")}`, title: parts.map((one) => one.title).find(Boolean) };
 }
 
-// Leaves that learning pushes against their outcome.
-function odd(tree) {
-  const learned = (leaf) => leaf.has_loss && leaf.advantage !== null;
-  const wrong = where(tree, (leaf) => learned(leaf) && leaf.is_correct === false && leaf.advantage > 0);
-  const right = where(tree, (leaf) => learned(leaf) && leaf.is_correct && leaf.advantage < 0);
-  const found = [[wrong, "Wrong but above the group's mean"], [right, "Right but below the group's mean"]].filter(([numbers]) => numbers.length);
-  return found.length ? { kind: "odd", leaf: found[0][0][0], words: found.map(([numbers, words]) => `${words}: ${leafNames(numbers)}`).join("; ") } : null;
-}
-
 // Sentences on a tree: {kind, words, leaf?, title?}; `leaf` is one that shows it.
-export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), ends(tree), grafts(tree), retries(tree), branches(tree), crosstab(tree), advantages(tree), odd(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
+export const summary = (tree) => (tree.leaves.length ? [outcomes(tree), ends(tree), grafts(tree), retries(tree), branches(tree), crosstab(tree), advantages(tree)].filter(Boolean) : [{ kind: "plain", words: "This tree has no leaf." }]);
 
 // What the leaf with the highest reward is called; null where all earned the same.
 export function bestName(tree) {

@@ -16,7 +16,7 @@ const shownIn = (column, row) => (column.show ? column.show(row) : num(column.of
 
 // A list in a place of the page. Its order, page and hidden columns stand in the address.
 // columns: {key, label, of, show, title, text (left-aligned, ascending first), keep (never hidden), wide}.
-export function makeList(place, { id, columns, address, query, first, down: firstDown = false, empty, about = () => null, rowClass = () => null }) {
+export function makeList(place, { id, columns, address, query, first, down: firstDown = false, empty, rowClass = () => null }) {
   let sort = query.sort ?? first;
   let down = query.down === undefined ? firstDown : query.down === "1";
   let at = Math.max(1, Math.floor(Number(query.page)) || 1);
@@ -47,7 +47,7 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     const arrow = (one) => (one === column ? (down ? " ▼" : " ▲") : "");
     const head = told.map((one) => h("th", { class: one.text ? "text" : null, "aria-sort": one === column ? (down ? "descending" : "ascending") : null }, one.label && h("button", { onclick: () => sortBy(one), title: one.title ?? null }, one.label, arrow(one))));
     const cell = (one, row) => h("td", { class: [one.text && "text", one.wide && "wide", one.clip && "clip", one.name && "name", !one.keep && !one.of(row) && "nil"].filter(Boolean).join(" ") || null, "data-label": one.label }, one.lead ? h("a", { href: address(row) }, shownIn(one, row)) : shownIn(one, row));
-    const body = part.map((row) => h("tr", { "data-href": address(row), tabindex: -1, class: rowClass(row) }, told.map((one) => cell(one, row))));
+    const body = part.map((row) => h("tr", { "data-href": address(row), class: rowClass(row) }, told.map((one) => cell(one, row))));
     const list = h("table", { class: `list${told.some((one) => one.wide) ? " full" : ""}`, id }, h("thead", null, h("tr", null, head)), h("tbody", null, body));
     list.addEventListener("click", (event) => {
       const row = event.target.closest("tr[data-href]");
@@ -58,44 +58,16 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     order.value = column.key;
     const pager = () => pages > 1 && h("span", { class: "pager" }, h("button", { disabled: at === 1, onclick: () => turnTo(at - 1), "aria-label": "page before" }, "‹"), ` ${(at - 1) * SIZE + 1} to ${(at - 1) * SIZE + part.length} of ${rows.length} `, h("button", { disabled: at === pages, onclick: () => turnTo(at + 1), "aria-label": "next page" }, "›"));
     const equal = quiet.length > 0 && h("span", { class: "dim equal" }, "Equal in all rows: ", quiet.map((one, n) => [n ? ", " : "", `${one.label} `, word(one)]), " ", h("button", { onclick: () => change(() => (showsAll = !showsAll)) }, showsAll ? "hide them" : "show as columns"));
-    replace(place, about(rows), rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), h("div", { class: "listbox" }, list), pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
+    replace(place, rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), h("div", { class: "listbox" }, list), pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
     // Only a list that is too wide scrolls in a box of its own: heads that stay in sight need the page's scrolling.
     list.parentElement?.classList.toggle("scroll", list.offsetWidth > place.clientWidth);
   }
 
-  function move(by) {
-    const shown = [...place.querySelectorAll("tr[data-href]")];
-    if (!shown.length) return;
-    const here = shown.findIndex((row) => row.classList.contains("at"));
-    const next = here + by;
-    // Beyond the last row of a page comes the first of the next one.
-    if (next >= shown.length && at * SIZE < rows.length) return turnAnd(at + 1, 0);
-    if (here === 0 && by < 0 && at > 1) return turnAnd(at - 1, SIZE - 1);
-    mark(shown, Math.min(shown.length - 1, Math.max(0, next)));
-  }
-  function turnAnd(page, row) {
-    turnTo(page);
-    mark([...place.querySelectorAll("tr[data-href]")], row);
-  }
-  function mark(shown, n) {
-    // Enter is the row's from here on, no longer that of a link which was clicked.
-    document.activeElement?.blur();
-    for (const row of shown) row.classList.toggle("at", row === shown[n]);
-    shown[n]?.scrollIntoView({ block: "nearest" });
-  }
-  const open = () => {
-    const row = place.querySelector("tr.at");
-    if (row) location.hash = row.dataset.href;
-  };
-
-  return {
-    // Draws these rows; columns may depend on them.
-    draw(newRows, isNew = false) {
-      rows = newRows;
-      made = typeof columns === "function" ? columns(rows) : columns;
-      if (isNew) at = 1;
-      paint();
-    },
-    keys: [["j ArrowDown", "next row", () => move(1)], ["k ArrowUp", "row before", () => move(-1)], ["Enter", "open the row", open]],
+  // Draws these rows; columns may depend on them.
+  return (newRows, isNew = false) => {
+    rows = newRows;
+    made = typeof columns === "function" ? columns(rows) : columns;
+    if (isNew) at = 1;
+    paint();
   };
 }

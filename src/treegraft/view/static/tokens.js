@@ -44,8 +44,7 @@ export function tokenRows(one) {
 }
 
 export class TokenView {
-  // differs: position of the first token to mark, or null
-  constructor(all, { scale, overlay, head, differs = null }) {
+  constructor(all, { scale, overlay, head }) {
     this.all = all;
     this.scale = scale;
     this.spans = [];
@@ -70,7 +69,6 @@ export class TokenView {
       const span = document.createElement("span");
       span.textContent = plain(one.text).replace(/\n/g, "⏎\n") || "\u200b";
       span.index = n;
-      if (n === differs) span.id = "first-difference";
       this.spans.push(span);
       chunk.append(span);
       count++;
@@ -86,7 +84,7 @@ export class TokenView {
 
   paint(overlay) {
     this.spans.forEach((span, n) => {
-      span.className = `tok ${shade(overlay, this.all[n], this.scale)}${span.id ? " differs" : ""}`;
+      span.className = `tok ${shade(overlay, this.all[n], this.scale)}`;
     });
   }
 }

@@ -1,13 +1,12 @@
 // A path to read: the author and the cause of each step, then its content; markup is folded away.
 
-import { to } from "./api.js";
 import { author, causeWords, icon, refusalWords, STATUS_WORDS, WORDS } from "./marks.js";
 import { h, num, plain, plural, score, signed } from "./dom.js";
 import { retrievalFactor } from "./summary.js";
 
 const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
 
-export function contentParts(content) {
+function contentParts(content) {
   const found = [];
   if (content.thought.trim()) found.push(part("thought", "thought", content.thought.trim()));
   content.calls.forEach((call, n) => {
@@ -24,7 +23,7 @@ export function contentParts(content) {
 // A fact whose word is explained under the pointer.
 const explained = (words, title) => h("span", { class: "explained", title }, words);
 
-export function stepFacts(step, leaf, numBelow = 1) {
+function stepFacts(step, leaf, numBelow) {
   const facts = [plural(step.num_tokens, "token")];
   if (step.entropy_mean !== null) facts.push(explained(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`, WORDS.nats));
   if (step.num_loss) {
@@ -51,47 +50,37 @@ function belowWords(step, tree) {
   return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${itself}${mean(others)} over the ${others.length} others of the group.`;
 }
 
-// Entropies around a graft beside those without one: a change alone does not show its effect.
+// A graft beside what the policy did in its place: the graft alone does not show its effect.
 function graftWords(step, tree, effect) {
   const peers = tree.peers[step.id];
   const found = [];
-  if (peers?.is_same_question) found.push("The retrieved trajectory answered this very question.");
+  if (step.cause.task_id === tree.task.id) found.push("The retrieved trajectory answered this very question.");
   if (peers?.num) found.push(`In its place, after the same calls and results, the policy itself ${peers.num_same ? `took this same step in ${peers.num_same} of ${plural(peers.num, "case")}` : `went on ${plural(peers.num, "time")}, never with this step`}.`);
-  if (effect) {
-    const drift = peers?.drift;
-    const others = drift?.num ? `; at the same depths without a graft: ${num(drift.before)} and ${num(drift.after)} (${signed(drift.after - drift.before)}, ${plural(drift.num, "step")})` : "; no path without a graft comes so far";
-    found.push(`The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])})${others}.`);
-  }
+  if (effect) found.push(`The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])}).`);
   const below = belowWords(step, tree);
   return below ? [...found, below] : found;
 }
 
-export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
+export function stepCard(step, { tree, leaf, onPick, selected, raw }) {
   const kind = step.cause?.kind ?? "prompt";
   const name = kind === "prompt" ? "prompt" : step.id;
   const effect = leaf?.effects?.[step.id];
-  const notes = [];
-  if (kind === "graft") {
-    if (tree) notes.push(graftWords(step, tree, effect).map((text) => h("p", null, text)));
-    // A page of case studies has no buffer beside it.
-    if (step.cause.content_hash && run) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
-  }
-  const said = contentParts(step.content);
-  const body = kind === "prompt" ? [part("thought", "question", step.content.thought)] : said;
+  const notes = kind === "graft" ? graftWords(step, tree, effect).map((text) => h("p", null, text)) : [];
+  const body = kind === "prompt" ? [part("thought", "question", step.content.thought)] : contentParts(step.content);
   if (step.violation) body.push(part("violation", "broke the format", step.violation));
   if (step.wrote !== undefined && kind !== "prompt") body.push(part("wrote", "wrote, to the letter", step.wrote));
-  const details = raw && h("details", { class: "raw", ontoggle: (event) => event.target.open && raw(event.target) }, h("summary", null, "as written, with markup"), h("pre", { class: "foreign" }));
+  const written = h("details", { class: "raw", ontoggle: (event) => event.target.open && raw(event.target) }, h("summary", null, "as written, with markup"), h("pre", { class: "foreign" }));
   // What was said comes first, then why the step is there, then its numbers.
   const why = [
     kind !== "prompt" && kind !== "continuation" && kind !== "start" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
     refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)), notes];
   return h("article", { class: `step ${kind} by-${step.origin}${selected ? " sel" : ""}`, "data-step": step.id },
     h("header", null,
-      onPick ? h("button", { class: "stepid", onclick: () => onPick(step.id), title: "select this step" }, name) : h("span", { class: "stepid" }, name),
+      h("button", { class: "stepid", onclick: () => onPick(step.id), title: "select this step" }, name),
       h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
       (kind === "graft" || kind === "branch") && h("span", { class: `kind ${kind}` }, icon(kind), " ", kind)),
     body, h("div", { class: "why" }, why),
-    h("p", { class: "facts" }, stepFacts(step, leaf, tree ? tree.leaves.filter((one) => isBelow(one, step)).length : 1)), details);
+    h("p", { class: "facts" }, stepFacts(step, leaf, tree.leaves.filter((one) => isBelow(one, step)).length)), written);
 }
 
 // Eq. 10 of RAPO in words: retrieval rewards are compared within the group, so one leaf's graft shifts all.

@@ -1,7 +1,6 @@
 // One group: the tree it is on the left, the chosen path on the right, to read or token by token.
 
 import { fileTitle, get, note, runPath, to } from "./api.js";
-import { copy, messagesOf, textOf } from "./copy.js";
 import { h, plain, replace } from "./dom.js";
 import { Drawing } from "./drawing.js";
 import { fold, rows } from "./layout.js";
@@ -35,9 +34,6 @@ function drawingLegend(tree) {
     has((one) => one.num_loss) && has((one) => one.cause && !one.num_loss) && item(h("i", { class: "hatch" }), "no loss: not learned from"),
     twins.length > 0 && item(h("span", { class: "times" }, "×2"), `${alike}, drawn once (x unfolds)`));
 }
-
-// What stands where there is no leaf to read.
-const NO_LEAF = "This tree has no leaf: its rollouts were lost before they had a step.";
 
 export async function treePage(page, { run, query, go }, file, n) {
   const tree = await get(runPath(run, `/trees/${encodeURIComponent(file)}/${n}`));
@@ -87,7 +83,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   replace(page,
     h("div", { class: "title" },
       h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "group before (key p)", "aria-label": "group before" }, "‹"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "next group (key n)", "aria-label": "next group" }, "›"),
-      h("a", { href: to.task(run, tree.task.id) }, h("span", { class: "roomy" }, "this task "), "across updates"),
+      h("a", { href: to.search(run, { q: tree.task.id, kinds: "all" }) }, h("span", { class: "roomy" }, "this task "), "across updates"),
       tree.task.category && h("span", { class: "dim roomy" }, plain(tree.task.category)),
       h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayChoice, overlayButtons, legend)),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
@@ -106,7 +102,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     return { width: scroller.clientWidth, height: isStacked ? 0.7 * innerHeight : scroller.clientHeight };
   }
   function draw() {
-    if (isEmpty) return replace(scroller, h("p", { class: "notice" }, NO_LEAF));
+    if (isEmpty) return replace(scroller, h("p", { class: "notice" }, "This tree has no leaf: its rollouts were lost before they had a step."));
     const kept = scroller.scrollTop;
     drawing = new Drawing(tree, { room, scale, folding, onLeaf: (one) => choose(one, null), onStep: pickStep, onUnfold: unfoldNode });
     replace(scroller, drawing.element);
@@ -135,15 +131,12 @@ export async function treePage(page, { run, query, go }, file, n) {
     const which = leaf;
     const one = tree.leaves[leaf];
     const isBest = leaf === tree.best;
-    const taken = (kind, make) => h("button", { onclick: (event) => copy(make(), event.target), title: `copy this trajectory as ${kind}` }, `copy ${kind}`);
     const head = h("div", { class: "pathhead" },
       h("h2", null, `Leaf ${leaf}`, h("small", null, ` of 0 to ${tree.leaves.length - 1}`)), leafChip(one), isBest && best && h("span", { class: `best ${one.is_correct ? "right" : ""}` }, one.is_correct ? "★ best" : best),
       h("span", { class: "spring" }), h("button", { onclick: () => move(-1), title: "leaf before (key k)", "aria-label": "leaf before" }, "‹"), h("button", { onclick: () => move(1), title: "next leaf (key j)", "aria-label": "next leaf" }, "›"),
       h("span", { class: "buttons" },
         !isBest && best && h("button", { onclick: () => choose(tree.best, null), title: "key b" }, best),
-        tree.leaves.length > 1 && h("a", { class: "button", href: to.versus(run, file, n, { a: leaf, b: isBest ? other() : tree.best ?? 0 }), title: "key c" }, "side by side"),
-        h("button", { class: "mode", "aria-pressed": String(mode === "tokens"), onclick: toggleMode, title: "key t" }, "tokens"),
-        taken("text", takeText), taken("JSON", takeMessages)));
+        h("button", { class: "mode", "aria-pressed": String(mode === "tokens"), onclick: toggleMode, title: "key t" }, "tokens")));
     const facts = leafFacts(one, tree);
     if (mode === "read") {
       view = null;
@@ -153,7 +146,7 @@ export async function treePage(page, { run, query, go }, file, n) {
         const found = got.steps.find((s) => s.id === id);
         details.querySelector("pre").textContent = plain((found.texts ?? found.token_ids.map((t) => `#${t} `)).join(""));
       };
-      replace(right, head, facts, path().map((s) => stepCard(s, { run, tree, leaf: one, onPick: pickStep, selected: s.id === step, raw })));
+      replace(right, head, facts, path().map((s) => stepCard(s, { tree, leaf: one, onPick: pickStep, selected: s.id === step, raw })));
     } else {
       const got = await tokens(which);
       if (which !== leaf || mode !== "tokens") return;
@@ -169,7 +162,6 @@ export async function treePage(page, { run, query, go }, file, n) {
     const card = step === null ? null : right.querySelector(`[data-step="${CSS.escape(step)}"]`);
     right.scrollTop = card ? card.getBoundingClientRect().top - right.getBoundingClientRect().top + right.scrollTop - 8 : 0;
   }
-  const other = () => { const found = tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward); return found >= 0 ? found : leaf === 0 ? 1 : 0; };
 
   // ---- actions
   async function choose(which, which_step) {
@@ -182,8 +174,6 @@ export async function treePage(page, { run, query, go }, file, n) {
     await drawPath();
     showStep();
   }
-  const takeText = () => textOf(tree, path());
-  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id });
   const pickStep = (id) => choose(Math.max(0, leafBelow(id)), id);
   // In the order of the drawing's rows, which folding may change.
   const move = (by) => { const order = drawing.ends.flatMap((node) => node.leaves); return choose(order[(order.indexOf(leaf) + by + order.length) % order.length], null); };
@@ -214,17 +204,12 @@ export async function treePage(page, { run, query, go }, file, n) {
     if (view && overlay !== "ratio") view.paint(overlay);
     else if (view) drawPath();
   }
-  const nextOverlay = (by) => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + by + OVERLAYS.length) % OVERLAYS.length].id);
+  const nextOverlay = () => setOverlay(OVERLAYS[(OVERLAYS.findIndex((one) => one.id === overlay) + 1) % OVERLAYS.length].id);
   async function toggleMode() {
     mode = mode === "tokens" ? "read" : "tokens";
     note({ mode: mode === "read" ? "" : mode });
     await drawPath();
   }
-  const unfoldMarkup = () => {
-    const all = [...right.querySelectorAll("details.raw")];
-    const open = !all.every((one) => one.open);
-    all.forEach((one) => (one.open = open));
-  };
 
   setOverlay(overlay);
   draw();
@@ -251,12 +236,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     ["b", "the leaf with the highest reward", () => tree.best !== null && choose(tree.best, null)],
     ["x", "unfold or fold equal steps", unfoldAll],
     ["t", "tokens or text", toggleMode],
-    ["m", "unfold the markup", unfoldMarkup],
-    ["o", "colour by the next", () => nextOverlay(1)],
-    ["O", "colour by the one before", () => nextOverlay(-1)],
-    ["y", "copy the trajectory as text", () => copy(takeText())],
-    ["Y", "copy the trajectory as JSON messages", () => copy(takeMessages())],
-    ["c", "side by side with the leaf of the highest reward", () => tree.leaves.length > 1 && go(to.versus(run, file, n, { a: leaf, b: leaf === tree.best ? other() : tree.best ?? 0 }))],
+    ["o", "colour by the next", nextOverlay],
   ];
   return {
     title: `${fileTitle(file)}, group ${n}`,

@@ -193,10 +193,6 @@ class OpenEnvEnvironment:
         chosen = self._rewards if self._kind.options.reward == "sum" else self._rewards[-1:]
         return float(sum(chosen))
 
-    async def fork(self) -> OpenEnvEnvironment:
-        """Raises `ToolUnavailable`: a server copies no sessions."""
-        raise ToolUnavailable("an OpenEnv server copies no sessions", code="openenv-no-copies")
-
     async def close(self) -> None:
         """Ends the session."""
         if self._socket is not None:

@@ -121,12 +121,6 @@ class VerifiersEnvironment:
         """Ends the episode and returns its reward."""
         return await self._kind.there(self._finish())
 
-    async def fork(self) -> VerifiersEnvironment:
-        """Raises `ToolUnavailable`: a running episode cannot be copied."""
-        raise ToolUnavailable(
-            "a running episode of verifiers cannot be copied", code="verifiers-no-copies"
-        )
-
     async def close(self) -> None:
         """Breaks the episode off where it still runs."""
         if self._run is not None:

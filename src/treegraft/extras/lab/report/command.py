@@ -1,5 +1,4 @@
-"""`treegraft report`: from run folders and studies to a page, figures and tables; and the papers'
-figures, which `treegraft study --figure` draws from a study's lines."""
+"""`treegraft report`: from run folders and studies to a page, figures and tables."""
 
 from __future__ import annotations
 
@@ -7,19 +6,51 @@ import csv
 import io
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from typing import Annotated
+
+import typer
 
 from treegraft import DataError, SettingError
 from treegraft.extras.lab.report.figures import FIGURES, STYLE, Cell, Data, Figure, NoData
 from treegraft.extras.lab.report.groups import group, notes_on
-from treegraft.extras.lab.report.page import page
-from treegraft.extras.lab.report.records import GREEDY, SAMPLED, Record, split_label
-from treegraft.extras.lab.study.results import CALLS, SECONDS, TOKENS, Line
+from treegraft.extras.lab.report.records import (
+    GREEDY,
+    SAMPLED,
+    Record,
+    read_records,
+    split_label,
+)
 from treegraft.extras.lab.text import quoted
-from treegraft.parts import errors, files
+from treegraft.parts import errors, files, plain
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run folders or studies (.jsonl), each as PATH or LABEL=PATH."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder to write to. Default: the first run's folder."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
+    ] = None,
+) -> None:
+    """Write a report of runs: report.html and figures/.
+
+    Runs that differ only in name and seed form one group, drawn with 95 % intervals.
+    """
+    written = write_report(read_records(runs), report_folder(runs, out), baseline=baseline)
+    for line in (*written.notes, *written.left_out):
+        print(plain(line))
+    names = f" ({', '.join(written.figures)})" if written.figures else ""
+    print(plain(f"{written.page}: {len(written.figures)} figures{names}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +65,48 @@ class Report:
     notes: tuple[str, ...]
 
 
-def write_report(
-    records: Sequence[Record], out: Path, *, baseline: str | None = None, only: Sequence[str] = ()
-) -> Report:
+def write_report(records: Sequence[Record], out: Path, *, baseline: str | None = None) -> Report:
     """Writes report.html and, beside it, figures/NAME.svg, .png and .csv.
 
     Args:
         out: the folder, made if it is missing.
         baseline: label of the group that others are compared with.
-        only: names of figures; empty for all.
 
     Raises:
         DataError: runs that recorded nothing yet.
-        SettingError: no such baseline or figure, or no matplotlib.
+        SettingError: no such baseline, or a package is missing.
     """
-    _refuse(records, only)
+    try:
+        from treegraft.extras.lab.report.page import page
+
+        data = data_of(records, baseline)
+    except ImportError as error:
+        raise SettingError(
+            f"reports need the package '{error.name}', which is not installed; run: pip install"
+            " 'treegraft[reports]'",
+            code="package-missing",
+        ) from error
+    folder = out / "figures"
+    figures = {name: draw for name, (_, draw) in FIGURES.items()}
+    drawn, missing = draw_figures(data, figures, folder)
+    notes = notes_on(data.groups)
+    title = f"Report on {records[0].name if len(records) == 1 else f'{len(records)} runs'}"
+    place = out / "report.html"
+    files.write_atomically(place, page(title, data.groups, drawn, missing, notes, folder))
+    return Report(place, tuple(drawn), tuple(missing), tuple(notes))
+
+
+def data_of(records: Sequence[Record], baseline: str | None) -> Data:
+    """Returns what the figures of these runs are drawn from. Raises as `write_report` does."""
+    import matplotlib  # noqa: F401
+
+    if not any(record.lines for record in records):
+        names = ", ".join(record.name for record in records[:3])
+        raise DataError(
+            f"nothing to report: {names} recorded no metrics yet; expected lines in metrics.jsonl."
+            " Wait for an update.",
+            code="no-metrics-yet",
+        )
     groups = group(records)
     labels = list(dict.fromkeys(one.label for one in groups))
     if baseline is not None and baseline not in labels:
@@ -57,48 +115,15 @@ def write_report(
             f" {quoted(labels)}",
             code="unknown-group",
         )
-    data = Data(groups, _accuracy(records), baseline)
-    folder = out / "figures"
-    drawn, missing = _draw(data, only or list(FIGURES), folder)
-    notes = notes_on(groups)
-    title = f"Report on {records[0].name if len(records) == 1 else f'{len(records)} runs'}"
-    place = out / "report.html"
-    files.write_atomically(place, page(title, groups, drawn, missing, notes, folder))
-    return Report(place, tuple(drawn), tuple(missing), tuple(notes))
-
-
-def _refuse(records: Sequence[Record], only: Sequence[str]) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SettingError(
-            f"reports need the package '{error.name}', which is not installed; run: pip install"
-            " 'treegraft[reports]'",
-            code="package-missing",
-        ) from error
-    for name in only:
-        if name not in FIGURES:
-            raise SettingError(
-                f"--only '{name}' is not a figure.{errors.nearest(name, FIGURES)} There are:"
-                f" {', '.join(FIGURES)}",
-                code="unknown-figure",
-            )
-    if not any(record.lines for record in records):
-        names = ", ".join(record.name for record in records[:3])
-        raise DataError(
-            f"nothing to report: {names} recorded no metrics yet; expected lines in metrics.jsonl."
-            " Wait for an update.",
-            code="no-metrics-yet",
-        )
-
-
-def _accuracy(records: Sequence[Record]) -> str | None:
-    """The accuracy that most runs recorded, of equals the sampled one."""
+    # The accuracy that most runs recorded, of equals the sampled one.
     counts = Counter(key for one in records for key in (SAMPLED, GREEDY) if one.values(key))
-    return max((SAMPLED, GREEDY), key=lambda key: counts[key]) if counts else None
+    accuracy = max((SAMPLED, GREEDY), key=lambda key: counts[key]) if counts else None
+    return Data(groups, accuracy, baseline)
 
 
-def _draw(data: Data, names: Sequence[str], folder: Path) -> tuple[dict[str, Figure], list[str]]:
+def draw_figures(
+    data: Data, figures: Mapping[str, Callable[[Data], Figure]], folder: Path
+) -> tuple[dict[str, Figure], list[str]]:
     """Writes figures into a folder; returns them by name, and why others are missing."""
     import matplotlib
 
@@ -109,9 +134,7 @@ def _draw(data: Data, names: Sequence[str], folder: Path) -> tuple[dict[str, Fig
         # A name in a script that the font does not have is drawn as boxes; the tables have it
         # whole.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        for name, (_, draw) in FIGURES.items():
-            if name not in names:
-                continue
+        for name, draw in figures.items():
             # A figure of an earlier report that has no data any more must not stay.
             for old in folder.glob(f"{name}.*"):
                 old.unlink()
@@ -150,7 +173,7 @@ def report_folder(paths: Sequence[str], out: Path | None) -> Path:
         SettingError: there is no place to write to.
     """
     if out is not None:
-        if out.exists() and not out.is_dir():
+        if out.is_file():
             raise SettingError(
                 f"--out {out}: there is a file of that name; expected a folder, or a name that is"
                 " free",
@@ -165,69 +188,3 @@ def report_folder(paths: Sequence[str], out: Path | None) -> Path:
         )
     # A path that is not there is reported when it is read.
     return next((path for path in places if path.is_dir()), Path())
-
-
-# ---------------------------------------------------------------------- the papers' figures
-
-
-@dataclass(frozen=True, slots=True)
-class PaperFigure:
-    """A figure or table of a paper: PaperFigure("RAPO, figure 8: ...", "sweep")"""
-
-    title: str
-    drawn: str
-    """The figure of a report that shows it."""
-    has_costs: bool = False
-    """Whether a table of what an update costs is printed beside it."""
-
-
-PAPERS: Mapping[str, PaperFigure] = {
-    "rapo-3": PaperFigure("RAPO, figure 3: efficiency", "efficiency", has_costs=True),
-    "rapo-ablations": PaperFigure("RAPO, tables 3 to 5: ablations", "final-accuracy"),
-    "rapo-8": PaperFigure("RAPO, figure 8: m, a and N_hybrid", "sweep"),
-    "rapo-10": PaperFigure("RAPO, figure 10: entropy and tokens", "entropy-and-tokens"),
-    "rapo-11": PaperFigure("RAPO, figure 11: efficiency in detail", "efficiency", has_costs=True),
-    "arpo-7": PaperFigure("ARPO, figure 7: tool calls", "accuracy-against-cost", has_costs=True),
-    "arpo-8": PaperFigure("ARPO, figure 8: beta, N and M", "sweep"),
-}
-"""By the paper and the number."""
-PER_UPDATE: Mapping[str, str] = {
-    "time/rollout_s": "rollout s",
-    "time/learn_s": "learning s",
-    SECONDS: "CPU s",
-    CALLS: "calls",
-    TOKENS: "tokens",
-}
-"""What an update costs, by the metric, with its column."""
-
-
-def costs(lines: Sequence[Line], baseline: str | None) -> list[list[str]]:
-    """Returns what an update of each arm costs on average, over its runs in all worlds, and how
-    often that is the baseline's: a row of headings, then one for each arm; "" if it was not
-    recorded."""
-    arms = list(dict.fromkeys(str(line["method"]) for line in lines))
-    arms.sort(key=lambda arm: arm != baseline)
-    rows = [["arm", *PER_UPDATE.values()]]
-    for arm in arms:
-        cells = [arm]
-        for key in PER_UPDATE:
-            value = _mean_of(arm, key, lines)
-            base = _mean_of(baseline, key, lines)
-            shown = "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            cells.append(f"{shown} ({value / base:.2f} x)" if value is not None and base else shown)
-        rows.append(cells)
-    return rows
-
-
-def _mean_of(arm: str | None, key: str, lines: Sequence[Line]) -> float | None:
-    values = [_per_update(line, key) for line in lines if line["method"] == arm]
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _per_update(line: Line, key: str) -> float | None:
-    column = [one for one in (line.get("updates") or {}).get(key, ()) if one is not None]
-    if column:
-        return fmean(column)
-    last = line["curve"][-1]
-    return last[key] / last["update"] if key in last and last["update"] > 0 else None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from treegraft.extras.lab.report.groups import Group, Point, vary
-from treegraft.extras.lab.statistics import student
+from treegraft.extras.lab.report.groups import Group, Point
 from treegraft.extras.lab.study.results import CALLS, SECONDS, TOKENS
+from treegraft.extras.statistics import student
 from treegraft.parts import RunReader, plain
 
 # Loaded where something is drawn: the extra `reports` brings it.
@@ -52,7 +52,7 @@ AXES = {
     SECONDS: "processor time (s)",
 }
 """How axes name metrics."""
-_INTERVALS = (
+INTERVALS = (
     "Bands and whiskers: 95 % intervals, over runs with other seeds (Student's t), of one run's"
     " accuracy over its held-out tasks (Wilson)."
 )
@@ -80,6 +80,10 @@ class Data:
     def of(self, world: str) -> list[Group]:
         """Returns a world's groups."""
         return [one for one in self.groups if one.world == world]
+
+    def has(self, key: str) -> bool:
+        """Returns whether a run recorded this metric."""
+        return any(one.series(key) for one in self.groups)
 
     def look(self, label: str) -> dict[str, Any]:
         """Returns colour, dashes and marker of a label, the same in all figures."""
@@ -111,7 +115,8 @@ class Figure:
     """matplotlib's."""
 
 
-def _panels(num_rows: int, num_columns: int, heights: Sequence[float]) -> tuple[Any, list[Axes]]:
+def panels_of(num_rows: int, num_columns: int, heights: Sequence[float]) -> tuple[Any, list[Axes]]:
+    """Returns an empty drawing and its panels, row by row, whose heights are in inches."""
     from matplotlib import figure
 
     drawing = figure.Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
@@ -128,7 +133,8 @@ def printable(text: str, width: int = 40) -> str:
     return "\n".join(textwrap.wrap(clean, width)[:3])
 
 
-def _percent(axis: Any) -> None:
+def percent(axis: Any) -> None:
+    """Labels an axis in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=""))
@@ -142,7 +148,8 @@ def _draw_curves(
         every = max(1, len(points) // 8)
         places = [point.x for point in points]
         means = [point.mean for point in points]
-        panel.plot(places, means, label=printable(label), markevery=every, **look)
+        if points:
+            panel.plot(places, means, label=printable(label), markevery=every, **look)
     # Intervals of few runs are wide, and would flatten the curves.
     limits = panel.get_ylim()
     for look, _, points in curves:
@@ -169,39 +176,56 @@ def _add_legend(drawing: Any, panels: Sequence[Axes]) -> None:
 # ---------------------------------------------------------------------- curves
 
 
+def _grid(
+    data: Data, keys: Sequence[str], points_of: Callable[[Group, str], list[Point]]
+) -> tuple[Any, list[tuple[Axes, str]], list[tuple[Cell, ...]]]:
+    """A drawing with a row of panels for each world and a column for each key; its panels with
+    their keys, and the rows of its table."""
+    drawing, panels = panels_of(len(data.worlds), len(keys), [2.15] * len(data.worlds))
+    rows: list[tuple[Cell, ...]] = []
+    places = list(itertools.product(data.worlds, keys))
+    for panel, (world, key) in zip(panels, places, strict=True):
+        curves = []
+        for one in data.of(world):
+            points = points_of(one, key)
+            curves.append((data.look(one.label), one.label, points))
+            for p in points:
+                rows.append((world, key, one.label, p.update, p.num, p.x, p.mean, *p.bounds))
+        _draw_curves(panel, curves)
+        panel.set_title(printable(world, 78 // len(keys)))
+    _add_legend(drawing, panels)
+    return drawing, [(panel, key) for panel, (_, key) in zip(panels, places, strict=True)], rows
+
+
+def _accuracy_axis(panel: Axes) -> None:
+    panel.set_ylabel("held-out accuracy (%)")
+    percent(panel.yaxis)
+    panel.set_ylim(-0.02, 1.02)
+
+
 def over_updates(data: Data, keys: Sequence[str]) -> Figure:
     """Returns metrics over updates, a column of panels each; those that no run recorded are left
     out."""
-    absent = [key for key in keys if not any(one.has(key) for one in data.groups)]
+    absent = [key for key in keys if not data.has(key)]
     keys = [key for key in keys if key not in absent]
     if not keys:
         raise NoData(f"no run has recorded {', '.join(absent)}.")
-    num_rows = len(data.worlds)
-    drawing, panels = _panels(num_rows, len(keys), [2.15] * num_rows)
-    rows: list[tuple[Cell, ...]] = []
-    for number, panel in enumerate(panels):
-        world = data.worlds[number // len(keys)]
-        key = keys[number % len(keys)]
-        is_accuracy = key == data.accuracy
-        curves = []
-        for one in data.of(world):
-            points = one.band(key, is_accuracy=is_accuracy)
-            curves.append((data.look(one.label), one.label, points))
-            for p in points:
-                rows.append((world, key, one.label, int(p.x), p.num, p.mean, *p.bounds))
-        _draw_curves(panel, curves)
-        panel.set_title(printable(world, 78 // len(keys)))
+    drawing, panels, rows = _grid(
+        data, keys, lambda one, key: one.band(key, is_accuracy=key == data.accuracy)
+    )
+    for panel, key in panels:
         panel.set_xlabel("update")
-        panel.set_ylabel("held-out accuracy (%)" if is_accuracy else AXES[key])
-        if is_accuracy:
-            _percent(panel.yaxis)
-            panel.set_ylim(-0.02, 1.02)
-    _add_legend(drawing, panels)
+        if key == data.accuracy:
+            _accuracy_axis(panel)
+        else:
+            panel.set_ylabel(AXES[key])
     meanings = " ".join(f"{key}: {RunReader.meaning(key)}." for key in keys)
-    caption = f"Means over the runs of a group, up to the update that all reached. {_INTERVALS} "
     if absent:
         meanings += f" Left out, since not recorded: {', '.join(absent)}."
+    caption = f"Means over the runs of a group, up to the update that all reached. {INTERVALS} "
     columns = ("panel", "metric", "group", "update", "n", "mean", "low", "high")
+    # Their place is the update itself.
+    rows = [(*row[:5], *row[6:]) for row in rows]
     return Figure(caption + meanings, columns, rows, drawing)
 
 
@@ -215,48 +239,30 @@ def against_cost(data: Data) -> Figure:
     """Returns held-out accuracy against the tool calls, sampled tokens and processor time spent
     until then."""
     key = data.evaluated()
-    costs = [cost for cost in (CALLS, TOKENS, SECONDS) if any(one.has(cost) for one in data.groups)]
+    costs = [cost for cost in (CALLS, TOKENS, SECONDS) if data.has(cost)]
     if not costs:
         raise NoData("no run has recorded tool calls, sampled tokens or processor time.")
-    num_rows = len(data.worlds)
-    drawing, panels = _panels(num_rows, len(costs), [2.15] * num_rows)
-    rows: list[tuple[Cell, ...]] = []
-    for number, panel in enumerate(panels):
-        world = data.worlds[number // len(costs)]
-        cost = costs[number % len(costs)]
-        curves = []
-        for one in data.of(world):
-            placed = []
-            for spent, p in cost_curve(one, cost, key):
-                placed.append(Point(spent, p.mean, p.interval, p.num))
-                rows.append((world, cost, one.label, int(p.x), p.num, spent, p.mean, *p.bounds))
-            # A method without this cost, such as imitation without calls, has no curve.
-            if placed and placed[-1].x > 0:
-                curves.append((data.look(one.label), one.label, placed))
-        _draw_curves(panel, curves)
-        panel.set_title(printable(world, 26))
+    drawing, panels, rows = _grid(data, costs, lambda one, cost: cost_curve(one, cost, key))
+    for panel, cost in panels:
         panel.set_xlabel(f"{AXES[cost]} so far")
-        panel.set_ylabel("held-out accuracy (%)")
-        _percent(panel.yaxis)
-        panel.set_ylim(-0.02, 1.02)
-    _add_legend(drawing, panels)
+        _accuracy_axis(panel)
     caption = (
         "Each point is an evaluation: its place across is the mean over the group's runs of the"
-        f" training cost until then, evaluation left out. {_INTERVALS}"
+        f" training cost until then, evaluation left out. {INTERVALS}"
         f" {key}: {RunReader.meaning(key)}."
     )
     columns = ("panel", "cost", "group", "update", "n", "spent", "accuracy", "low", "high")
     return Figure(caption, columns, rows, drawing)
 
 
-def cost_curve(group: Group, cost: str, key: str) -> list[tuple[float, Point]]:
-    """Returns for each evaluation that all runs of a group have reached the mean cost until then,
-    and the accuracy."""
+def cost_curve(group: Group, cost: str, key: str) -> list[Point]:
+    """Returns the accuracy at each evaluation that all runs of a group have reached, against the
+    mean cost until then; nothing for a method without this cost, such as imitation."""
     costs = [record.spent(cost) for record in group.records if record.values(key)]
     found = []
     for point in group.band(key, is_accuracy=True):
-        found.append((statistics.fmean(one[int(point.x)] for one in costs), point))
-    return found
+        found.append(replace(point, x=statistics.fmean(one[point.update] for one in costs)))
+    return found if found and found[-1].x > 0 else []
 
 
 # ---------------------------------------------------------------------- ends
@@ -267,12 +273,12 @@ def final_accuracy(data: Data) -> Figure:
     key = data.evaluated()
     num_columns = 2 if data.baseline else 1
     heights = [0.75 + 0.235 * len(data.of(world)) for world in data.worlds]
-    drawing, panels = _panels(len(data.worlds), num_columns, heights)
+    drawing, panels = panels_of(len(data.worlds), num_columns, heights)
     rows: list[tuple[Cell, ...]] = []
     for number, world in enumerate(data.worlds):
         left, *right = panels[number * num_columns : (number + 1) * num_columns]
         base = next((one for one in data.of(world) if one.label == data.baseline), None)
-        groups = [one for one in data.of(world) if one.has(key)]
+        groups = [one for one in data.of(world) if one.series(key)]
         for place, one in enumerate(groups):
             bar = one.final(key)
             assert bar is not None, "it has the key"
@@ -292,7 +298,7 @@ def final_accuracy(data: Data) -> Figure:
             rows.append((*own, len(gains), mean, *(interval or (None, None))))
         _finish_bars(left, right, world, [one.label for one in groups])
     caption = (
-        f"The last evaluation of each run; dots are single runs. {_INTERVALS}"
+        f"The last evaluation of each run; dots are single runs. {INTERVALS}"
         f" {key}: {RunReader.meaning(key)}."
     )
     if data.baseline:
@@ -317,77 +323,13 @@ def _finish_bars(left: Axes, right: Sequence[Axes], world: str, labels: Sequence
         panel.set_yticks(places, [""] * len(labels))
         panel.set_xlabel("difference (percentage points)")
     for panel in (left, *right):
-        _percent(panel.xaxis)
+        percent(panel.xaxis)
         panel.set_ylim(len(labels) - 0.45, -0.55)
 
 
-def sweep(data: Data) -> Figure:
-    """Returns the last accuracy against each numeric setting in which runs differ and are equal in
-    all others."""
-    key = data.evaluated()
-    swept: dict[str, list[tuple[str, list[Point]]]] = {}
-    rows: list[tuple[Cell, ...]] = []
-    for name in sorted({name for one in data.groups for name in one.records[0].settings}):
-        for groups in vary(data.groups, name):
-            points = sorted(_swept(groups, name, key), key=lambda found: found[1].x)
-            if len(points) < 2:
-                continue
-            title = points[0][0].title
-            swept.setdefault(name, []).append((title, [point for _, point in points]))
-            for one, p in points:
-                rows.append((name, title, p.x, one.label, p.num, p.mean, *p.bounds))
-    if not swept:
-        raise NoData("no two groups differ in one numeric setting alone.")
-    num_columns = min(3, len(swept))
-    num_rows = -(-len(swept) // num_columns)
-    drawing, panels = _panels(num_rows, num_columns, [2.5] * num_rows)
-    for panel in panels[len(swept) :]:
-        panel.set_axis_off()
-    for panel, (name, lines) in zip(panels, swept.items(), strict=False):
-        for number, (title, line) in enumerate(lines):
-            panel.errorbar(
-                [point.x for point in line],
-                [point.mean for point in line],
-                yerr=list(zip(*(point.whiskers for point in line), strict=True)),
-                capsize=3,
-                label=printable(title),
-                color=COLOURS[number % len(COLOURS)],
-                marker=MARKERS[number % len(MARKERS)],
-            )
-        panel.set_xlabel(name)
-        panel.set_ylabel("held-out accuracy (%)")
-        _percent(panel.yaxis)
-        panel.set_ylim(-0.02, 1.05)
-        panel.legend(fontsize=7)
-    caption = (
-        "Last evaluation of runs that differ in one numeric setting alone; a line is named by the"
-        f" group of its smallest value. {_INTERVALS} Lines join measured values; between two of"
-        f" them nothing was measured. {key}: {RunReader.meaning(key)}."
-    )
-    columns = ("setting", "method", "value", "group", "n", "mean", "low", "high")
-    return Figure(caption, columns, rows, drawing)
-
-
-def _swept(groups: Sequence[Group], name: str, key: str) -> Iterator[tuple[Group, Point]]:
-    """The groups whose value is a number, with their accuracies at it."""
-    for one in groups:
-        value = one.records[0].settings[name]
-        final = one.final(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and final is not None:
-            yield one, Point(float(value), final.mean, final.interval, final.num)
-
-
-EFFICIENCY = ("time/rollout_s", "time/learn_s", CALLS, TOKENS)
-"""RAPO, arXiv 2603.03078, figures 3 and 11."""
 FIGURES: Mapping[str, tuple[str, Callable[[Data], Figure]]] = {
     "training-dynamics": ("Training dynamics", dynamics),
-    "efficiency": ("Efficiency", partial(over_updates, keys=EFFICIENCY)),
-    "entropy-and-tokens": (
-        "Entropy and tokens",
-        partial(over_updates, keys=("learn/entropy", TOKENS)),
-    ),
     "accuracy-against-cost": ("Accuracy against its cost", against_cost),
     "final-accuracy": ("Held-out accuracy at the end", final_accuracy),
-    "sweep": ("Accuracy at the end against a setting", sweep),
 }
 """Titles and functions of figures by name, in the order of the page."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.extras.lab.report.records import Record
-from treegraft.extras.lab.statistics import Interval, student, wilson
+from treegraft.extras.statistics import Interval, student, wilson
 
 _UNNAMED = re.compile(r"-seed\d+-\d{8}-\d{6}(-\d+)*$")
 """The end of the name that a run gets without run.name."""
@@ -26,6 +26,7 @@ class Point:
     """95 %: over runs Student's t; of one run's accuracy Wilson's, over its held-out tasks."""
     num: int
     """Runs."""
+    update: int = 0
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
@@ -54,43 +55,43 @@ class Group:
         """Its label, with the world if there is one."""
         return f"{self.label} ({self.world})" if self.world else self.label
 
-    def has(self, key: str) -> bool:
-        """Returns whether a run recorded this metric."""
-        return any(record.values(key) for record in self.records)
+    def series(self, key: str) -> list[dict[int, float]]:
+        """Returns the values of a metric by update, for each run that recorded it."""
+        return [values for record in self.records if (values := record.values(key))]
 
     def band(self, key: str, *, is_accuracy: bool = False) -> list[Point]:
         """Returns the mean of a metric with its interval, at the updates that all runs with this
         metric have reached: beyond them the mean would jump where a run ends."""
-        held = [record for record in self.records if record.values(key)]
-        series = [record.values(key) for record in held]
+        series = self.series(key)
         shared = sorted(set.intersection(*map(set, series))) if series else []
-        num_eval = held[0].num_eval if held else None
         points = []
         for update in shared:
-            mean, interval = student([one[update] for one in series])
-            # One run says nothing of other seeds, but its tasks have an interval of their own.
-            if is_accuracy and len(series) == 1 and num_eval:
-                interval = wilson(mean, num_eval)
-            points.append(Point(update, mean, interval, len(series)))
+            mean, interval = self._mean([one[update] for one in series], key, is_accuracy)
+            points.append(Point(update, mean, interval, len(series), update))
         return points
 
     def ends(self, key: str) -> list[float]:
         """Returns the last value of a metric in each run that has one."""
-        series = [record.values(key) for record in self.records]
-        return [one[max(one)] for one in series if one]
+        return [one[max(one)] for one in self.series(key)]
 
     def final(self, key: str) -> Point | None:
         """Returns the mean of the last values of an accuracy; None if no run was evaluated."""
         found = self.ends(key)
         if not found:
             return None
-        mean, interval = student(found)
-        num_eval = next(record.num_eval for record in self.records if record.values(key))
-        if len(found) == 1 and num_eval:
-            interval = wilson(mean, num_eval)
+        mean, interval = self._mean(found, key, is_accuracy=True)
         if interval is not None:
             interval = (max(0.0, interval[0]), min(1.0, interval[1]))
         return Point(0, mean, interval, len(found))
+
+    def _mean(
+        self, values: Sequence[float], key: str, is_accuracy: bool
+    ) -> tuple[float, Interval | None]:
+        # One run says nothing of other seeds, but its tasks have an interval of their own.
+        if is_accuracy and len(values) == 1:
+            num_eval = next(one.num_eval for one in self.records if one.values(key))
+            return values[0], wilson(values[0], num_eval) if num_eval else None
+        return student(values)
 
     def gains(self, base: Group, key: str) -> list[float]:
         """Returns for each seed that both have the difference of their accuracies, at the last
@@ -111,7 +112,7 @@ def group(records: Sequence[Record]) -> list[Group]:
     the user's or a study's, else those with equal settings, by their name."""
     by_key: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        own = f"settings {_frozen(record.settings)}" if record.label is None else record.label
+        own = f"settings {frozen(record.settings)}" if record.label is None else record.label
         by_key.setdefault((record.world, own), []).append(record)
     labels: Counter[tuple[str, str]] = Counter()
     found = []
@@ -127,13 +128,9 @@ def group(records: Sequence[Record]) -> list[Group]:
 def differing(records: Sequence[Record]) -> list[str]:
     """Returns the settings whose values differ among runs, missing counting as a value, in
     order."""
-    values: dict[str, set[str]] = {}
-    for record in records:
-        for name, value in record.settings.items():
-            values.setdefault(name, set()).add(_frozen(value))
     found = []
-    for name, own in values.items():
-        if len(own) > 1 or any(name not in record.settings for record in records):
+    for name in dict.fromkeys(name for record in records for name in record.settings):
+        if len({frozen(record.settings.get(name, "-")) for record in records}) > 1:
             found.append(name)
     return found
 
@@ -160,24 +157,6 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def vary(groups: Sequence[Group], name: str) -> list[list[Group]]:
-    """Returns sets of groups that differ in one setting and in nothing else, over all worlds.
-
-    What differs within a group of one label (the warm-up that each seed began with, say) does not
-    count; a group within which the setting itself differs stands in no set.
-    """
-    pooled = {setting for one in groups for setting in differing(one.records)}
-    sets: dict[str, dict[str, Group]] = {}
-    for one in groups:
-        settings = one.records[0].settings
-        if name not in settings or name in differing(one.records):
-            continue
-        others = settings.keys() - {name, *pooled}
-        rest = _frozen({other: settings[other] for other in others})
-        sets.setdefault(rest, {}).setdefault(_frozen(settings[name]), one)
-    return [list(found.values()) for found in sets.values() if len(found) > 1]
-
-
 def show(value: Any) -> str:
     """Returns a setting's value in words: a list's parts with a plus."""
     if isinstance(value, bool):
@@ -185,9 +164,10 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return " + ".join(map(show, value)) or "none"
     if isinstance(value, Mapping):
-        return _frozen(value)
+        return frozen(value)
     return "none" if value is None else str(value)
 
 
-def _frozen(value: Any) -> str:
+def frozen(value: Any) -> str:
+    """Returns a setting's value as text by which equal ones are found."""
     return json.dumps(value, sort_keys=True, default=str)

@@ -70,10 +70,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
             )
     records = []
     for path, label in labels.items():
-        if path.is_file():
-            records += read_study(path, label)
-        else:
-            records.append(read_run(path, label))
+        records += read_study(path, label) if path.is_file() else [read_run(path, label)]
     return records
 
 
@@ -137,37 +134,22 @@ def read_study(path: Path, label: str | None = None) -> list[Record]:
             f"'{path}' holds no run; expected one a line, as `treegraft study` writes them",
             code="study-empty",
         )
-    return records_of(found.values(), label, where=f"'{path}'")
+    return records_of(found.values(), label)
 
 
-def records_of(
-    lines: Iterable[Line], label: str | None = None, *, where: str = "results"
-) -> list[Record]:
-    """Returns lines of a study as records.
-
-    Raises:
-        DataError: a curve or a metric is no number.
-    """
+def records_of(lines: Iterable[Line], label: str | None = None) -> list[Record]:
+    """Returns lines of a study as records."""
     found = []
     for line in lines:
         method = str(line["method"])
-        name = f"{method}, seed {line['seed']}, {line['world']}"
-        try:
-            metrics = _metrics_of(line)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(
-                f"{where}: {name} is not a run ({type(error).__name__}: {error}); expected a curve,"
-                ' a list of {"update": n, "accuracy": share}',
-                code="study-line-invalid",
-            ) from error
         found.append(
             Record(
-                name=name,
+                name=f"{method}, seed {line['seed']}, {line['world']}",
                 label=label or method,
                 world=str(line["world"]),
                 seed=line["seed"],
                 settings=dict(line.get("settings") or {}),
-                lines=metrics,
+                lines=_metrics_of(line),
                 num_eval=line.get("num_eval"),
             )
         )

@@ -50,6 +50,16 @@ class Arm(_Table):
     tuning_cpu_s: float = Field(0.0, ge=0)
     """The same in CPU seconds."""
 
+    @property
+    def tuning(self) -> dict[str, float]:
+        """What choosing its settings took; empty if it took nothing."""
+        found = {
+            "runs": self.tuning_runs,
+            "calls": self.tuning_calls,
+            "cpu_s": self.tuning_cpu_s,
+        }
+        return found if any(found.values()) else {}
+
 
 class Warmup(_Table):
     """A supervised warm-up, trained once for each pair and shared by arms and worlds."""
@@ -69,22 +79,13 @@ class Buffer(_Table):
     """Trajectories kept of each task, the best by reward."""
     min_reward: float = 0.0
     """Only trajectories with a reward above this are kept."""
-    prune: str | None = None
-    """Name of a buffer that this one is made from by `treegraft buffer prune`, with the weights of
-    the run's warm-up; None asks the expert."""
-    shuffle: str | None = None
-    """Name of a buffer whose trajectories this one holds with their steps in another order, a
-    control: each history is followed by a step that belongs elsewhere in the same trajectory."""
-    swap: str | None = None
-    """Name of a buffer whose histories this one holds, each followed by the steps of a trajectory
-    of another task, a control."""
-
-    @property
-    def made_from(self) -> Mapping[str, str]:
-        """The buffers that it is made from, by the key that names them: one, or none if the
-        expert is asked."""
-        named = {"prune": self.prune, "shuffle": self.shuffle, "swap": self.swap}
-        return {key: name for key, name in named.items() if name is not None}
+    source: str | None = None
+    """Name of a buffer that this one is made from by `maker`; None asks the expert."""
+    maker: str = ""
+    """Import path of a function that makes it: maker(source, out, config=, seed=, checkpoint=)
+    writes the file `out` and returns counts, such as {"trajectories": 40, "cpu_s": 1.5}."""
+    by_warmup: bool = False
+    """The maker gets the checkpoint of the run's warm-up; else None."""
 
 
 class StudyFile(_Table):
@@ -226,12 +227,9 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
                 f"'worlds.{name}.warmup' is missing; expected one of {quoted(study.warmups)}, or"
                 ' "" for none.'
             )
-    for name in study.buffers:
-        yield from _buffer_wrong(study, name)
-        used += [
-            (f"buffers.{name}.{key}", source, study.buffers, "buffers")
-            for key, source in study.buffers[name].made_from.items()
-        ]
+    for name, buffer in study.buffers.items():
+        yield from _buffer_wrong(name, buffer)
+        used.append((f"buffers.{name}.source", buffer.source, study.buffers, "buffers"))
     for name, arm in study.arms.items():
         used.append((f"arms.{name}.base", arm.base, study.arms, "arms"))
         used.append((f"arms.{name}.buffer", arm.buffer, study.buffers, "buffers"))
@@ -240,32 +238,27 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
             there = quoted(known) or "none"
             hint = errors.nearest(value, known)
             yield f"'{place}': got {shown(value)}; [{kind}] has {there}.{hint}"
-    for name in study.arms:
+    yield from _circles("arms", "base", {name: arm.base for name, arm in study.arms.items()})
+    sources = {name: buffer.source for name, buffer in study.buffers.items()}
+    yield from _circles("buffers", "source", sources)
+
+
+def _circles(kind: str, key: str, above: Mapping[str, str | None]) -> Iterator[str]:
+    """A sentence for each name that comes back to one below it."""
+    for name in above:
         seen = [name]
-        while (base := study.arms[seen[-1]].base) in study.arms and base not in seen:
+        base = above[name] or ""
+        while base in above and base not in seen:
             seen.append(base)
+            base = above[base] or ""
         if base in seen:
-            yield f"'arms.{name}.base': bases in a circle: {' -> '.join([*seen, base])}."
+            yield f"'{kind}.{name}.{key}': a circle: {' -> '.join([*seen, base])}."
 
 
-def _buffer_wrong(study: StudyFile, name: str) -> Iterator[str]:
-    """A sentence if a buffer is made from another one in a way that does not go."""
-    made = study.buffers[name]
-    if not made.made_from:
-        return
-    key, *others = made.made_from
-    if others:
-        yield f"'buffers.{name}': got {key} and {others[0]}; expected one of them."
-    source = study.buffers.get(made.made_from[key])
-    # A control may be one of a pruned buffer.
-    if source is not None and source.made_from and (key == "prune" or source.prune is None):
-        yield (
-            f"'buffers.{name}.{key}': got '{made.made_from[key]}', which is made from another"
-            " buffer itself; name its source."
-        )
-    used = {"prune", "settings"} if key == "prune" else {key}
-    if own := made.model_fields_set - used - {*others}:
-        yield (
-            f"'buffers.{name}.{min(own)}' would have no effect: it is made from"
-            f" '{made.made_from[key]}'."
-        )
+def _buffer_wrong(name: str, made: Buffer) -> Iterator[str]:
+    """A sentence if the keys of a buffer contradict each other."""
+    if (made.source is None) != (made.maker == ""):
+        yield f"'buffers.{name}': got one of source and maker; expected both, or none."
+    idle = made.model_fields_set & {"settings", "samples", "keep", "min_reward"}
+    if made.source is not None and idle:
+        yield f"'buffers.{name}.{min(idle)}' would have no effect: it is made from a buffer."

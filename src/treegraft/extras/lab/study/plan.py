@@ -8,12 +8,12 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from treegraft import Config, SettingError, load_config
-from treegraft.extras.lab.study.file import SMOKE, StudyFile, read_study
+from treegraft.extras.lab.study.file import SMOKE, Arm, Buffer, StudyFile, read_study
 from treegraft.extras.lab.text import counted, quoted
 from treegraft.parts import errors, recipe, setting_rows, value_of
 
@@ -32,93 +32,62 @@ OF_WARMUP = (*_WORK, *_LIMITS, "warmup.", "learn.")
 """Beginnings of the names of the settings that tell warm-ups apart; others cannot matter there."""
 OF_EXPERT = (*_WORK, *_LIMITS, "buffer.encoder")
 """The same of buffers."""
-Needed: TypeAlias = "WarmupPlan | BufferPlan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupPlan:
-    """The warm-up of one pair: WarmupPlan(name="boundary", pair=0, ...)"""
+class Job:
+    """A part of the work: Job(title="warm-up boundary, pair 0", place="warmups/boundary-0-1f3a",
+    ...)"""
 
-    name: str
-    pair: int
+    title: str
+    place: str
+    """File or folder, in the study's folder."""
     config: Config
     fingerprint: str
+    """Equal for jobs that are one and the same, such as the runs of an arm without a buffer in two
+    worlds that differ in the expert alone."""
+    source: BufferPlan | None = None
+    """The buffer that this one is made from."""
+    warmup: WarmupPlan | None = None
+    """The one whose checkpoint it starts from, or its maker gets."""
+    buffer: BufferPlan | None = None
+    """The one that a run reads."""
 
     @property
-    def folder(self) -> str:
-        """Where it lies in the study's folder."""
-        return f"warmups/{slug(self.name, self.pair)}-{self.fingerprint}"
+    def needs(self) -> list[Job]:
+        """What has to be there before it can begin."""
+        return [one for one in (self.source, self.warmup, self.buffer) if one is not None]
 
-    @property
-    def needs(self) -> tuple[Needed, ...]:
-        """Nothing."""
-        return ()
+
+class WarmupPlan(Job):
+    """The warm-up of one pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BufferPlan:
+class BufferPlan(Job):
     """The buffer of one world and pair."""
 
-    name: str
-    world: str
-    pair: int
-    config: Config
-    samples: int
-    keep: int
-    min_reward: float
-    fingerprint: str
-    source: BufferPlan | None = None
-    """The buffer that it is made from; None for one that an agent builds."""
-    control: str = ""
-    """How the steps of `source` are mixed up, by `study.controls.CONTROLS`; "" for one that is
-    built, or pruned with the weights of `warmup`."""
-    warmup: WarmupPlan | None = None
-
-    @property
-    def file(self) -> str:
-        """Where it lies in the study's folder."""
-        return f"buffers/{slug(self.name, self.world, self.pair)}-{self.fingerprint}.sqlite"
-
-    @property
-    def needs(self) -> tuple[Needed, ...]:
-        """What has to be there before it can be made."""
-        return tuple(one for one in (self.source, self.warmup) if one is not None)
+    own: Buffer
+    """Its table in the study."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """One run: RunPlan(world="boundary", arm="RAPO", pair=0, ...)"""
+class RunPlan(Job):
+    """One run, whose settings have the recipe's model and buffer; those of the study replace
+    them."""
 
     world: str
     arm: str
     pair: int
-    command: str
-    """"train" or "sft"."""
-    config: Config
-    """With the recipe's model and buffer, which those of the study replace when it is run."""
-    warmup: WarmupPlan | None
-    buffer: BufferPlan | None
-    tuning: Mapping[str, float]
+    own: Arm
+    """Its table in the study."""
     shown: Mapping[str, Any]
     """The settings in which runs of the study differ, by dotted name."""
-    fingerprint: str
-    """Equal for runs that are one and the same, such as those of an arm without a buffer in two
-    worlds that differ in the expert alone."""
 
     @property
     def key(self) -> tuple[str, str, int]:
         """World, arm and pair."""
         return self.world, self.arm, self.pair
-
-    @property
-    def folder(self) -> str:
-        """Where it lies in the study's folder."""
-        return f"runs/{slug(self.world, self.arm, self.pair)}-{self.fingerprint}"
-
-    @property
-    def needs(self) -> tuple[Needed, ...]:
-        """What has to be there before it can begin."""
-        return tuple(one for one in (self.warmup, self.buffer) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +128,13 @@ def make_plan(
     num_pairs = study.pairs if pairs is None else pairs
     worlds = _chosen(study.worlds, only, study.only)
     arms = _chosen(study.arms, only, study.only)
-    runs = [
-        planner.run(world, arm, pair)
-        for pair in range(num_pairs)
-        for world in worlds
-        for arm in arms
-    ]
     removed = () if any(name in study.arms for name in only) else study.removed
-    gone = {(world, arm, pair) for world in worlds for arm in removed for pair in range(num_pairs)}
+    runs = []
+    gone = set()
+    for pair in range(num_pairs):
+        for world in worlds:
+            runs += [planner.run(world, arm, pair) for arm in arms]
+            gone |= {(world, arm, pair) for arm in removed}
     return Plan(path=path, study=study, runs=runs, removed=gone)
 
 
@@ -243,23 +211,20 @@ class _Planner:
                 shown[name] = value_of(source if name in _sources() else loaded.config, name)
         told = {n: value for n, value in loaded.told.items() if is_used or n not in _sources()}
         seed = self._study.first_seed + pair
-        command = own.command or "train"
-        parts = [command, seed, told, *(one and one.fingerprint for one in (warmup, buffer))]
+        needed = [one and one.fingerprint for one in (warmup, buffer)]
+        fingerprint = _hash([own.command or "train", seed, told, *needed])
         return RunPlan(
+            title=f"{arm}, {world}, pair {pair}",
+            place=f"runs/{slug(world, arm, pair)}-{fingerprint}",
+            config=loaded.seeded(seed),
+            fingerprint=fingerprint,
             world=world,
             arm=arm,
             pair=pair,
-            command=command,
-            config=loaded.seeded(seed),
+            own=own,
             warmup=warmup,
             buffer=buffer,
-            tuning={
-                "runs": own.tuning_runs,
-                "calls": own.tuning_calls,
-                "cpu_s": own.tuning_cpu_s,
-            },
             shown=shown,
-            fingerprint=_hash(parts),
         )
 
     def _of_run(self, world: str, arm: str, *, is_warm: bool) -> _Loaded:
@@ -323,47 +288,49 @@ class _Planner:
             )
         seed = study.first_warmup_seed + pair
         fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
-        config = loaded.seeded(seed)
-        return WarmupPlan(name=name, pair=pair, config=config, fingerprint=fingerprint)
+        return WarmupPlan(
+            title=f"warm-up {name}, pair {pair}",
+            place=f"warmups/{slug(name, pair)}-{fingerprint}",
+            config=loaded.seeded(seed),
+            fingerprint=fingerprint,
+        )
 
     def _buffer(self, name: str, world: str, pair: int, warmup: WarmupPlan | None) -> BufferPlan:
         study = self._study
         own = study.buffers[name]
-        tables = self._tables(study.worlds[world].settings, own.settings)
-        loaded = self._load(tables, f"buffer '{name}' in world '{world}'")
         seed = study.first_seed + pair
-        work = own.model_dump(include={"samples", "keep", "min_reward"})
-        # Keys of a buffer in 0.8's development, so that its lines of results count.
-        parts = {"agent": "expert", "num_tasks": None, **work}
-        made = BufferPlan(
-            name=name,
-            world=world,
-            pair=pair,
-            config=loaded.seeded(seed),
-            fingerprint=_hash(["buffer", seed, loaded.told_of(OF_EXPERT), parts]),
-            **work,
-        )
-        if not own.made_from:
-            return made
-        ((key, of),) = own.made_from.items()
-        source = self._buffer(of, world, pair, warmup)
-        if key != "prune":
-            told_apart = _hash([key, seed, source.fingerprint])
+        source = None
+        parts: list[Any]
+        if own.source is None:
+            tables = self._tables(study.worlds[world].settings, own.settings)
+            loaded = self._load(tables, f"buffer '{name}' in world '{world}'")
+            config = loaded.seeded(seed)
+            # Two keys of a buffer in 0.8's development, so that its lines of results count.
+            work = own.model_dump(include={"samples", "keep", "min_reward"})
+            work |= {"agent": "expert", "num_tasks": None}
+            parts = ["buffer", seed, loaded.told_of(OF_EXPERT), work]
+        else:
+            source = self._buffer(own.source, world, pair, warmup)
             config = source.config
-            return replace(made, config=config, source=source, control=key, fingerprint=told_apart)
-        if warmup is None:
-            raise SettingError(
-                f"{self._path}: buffer '{name}' is pruned with the weights of a warm-up, and world"
-                f" '{world}' has none; name one there.",
-                code="warmup-missing",
-            )
-        # The margin of pruning, and whether only the best trajectories count.
-        how = [0.0, False]
-        return replace(
-            made,
+            parts = [own.maker.rpartition(":")[2], seed, source.fingerprint]
+        if own.by_warmup:
+            if source is None or warmup is None:
+                raise SettingError(
+                    f"{self._path}: buffer '{name}' is made with the weights of a warm-up, and"
+                    f" world '{world}' has none; name one there.",
+                    code="warmup-missing",
+                )
+            # The numbers are those of options of 0.8's development.
+            parts = [parts[0], source.fingerprint, warmup.fingerprint, [0.0, False]]
+        fingerprint = _hash(parts)
+        return BufferPlan(
+            title=f"buffer {name}, {world}, pair {pair}",
+            place=f"buffers/{slug(name, world, pair)}-{fingerprint}.sqlite",
+            config=config,
+            fingerprint=fingerprint,
+            own=own,
             source=source,
-            warmup=warmup,
-            fingerprint=_hash(["pruned", source.fingerprint, warmup.fingerprint, how]),
+            warmup=warmup if own.by_warmup else None,
         )
 
 

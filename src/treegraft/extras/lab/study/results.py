@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.extras.lab.study.plan import RunPlan
+from treegraft.extras.lab.study.plan import Plan, RunPlan
 from treegraft.parts import files, metrics
 
 Line = dict[str, Any]
@@ -38,9 +38,9 @@ def read_results(path: Path) -> list[Line]:
             # Files of 0.7 and 0.8 also have lines of default settings and of runs that failed.
             if "defaults_of" in line or "error" in line:
                 continue
-            line["world"], line["method"], line["seed"], line["curve"][-1]["accuracy"]
+            _check(line)
             found.append(line)
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         # Of bytes that are no UTF-8, the line before was the last one read.
         number += isinstance(error, UnicodeDecodeError)
         raise DataError(
@@ -49,6 +49,16 @@ def read_results(path: Path) -> list[Line]:
             code="study-line-invalid",
         ) from error
     return found
+
+
+def _check(line: Line) -> None:
+    line["world"], line["method"], line["seed"]
+    if not line["curve"]:
+        raise ValueError("an empty curve")
+    for point in line["curve"]:
+        point["update"], point["accuracy"]
+        for value in point.values():
+            float(value)
 
 
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
@@ -61,6 +71,18 @@ def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], in
     keys = {run.key for run in runs}
     num_others = sum(full[:3] in keys and full not in wanted for full in by_key)
     return {run.key: found[run.key] for run in runs if run.key in found}, num_others
+
+
+def lines_of(plan: Plan, path: Path) -> list[Line]:
+    """Returns the finished runs of a study in its order, with the settings in which its runs
+    differ: another study that shares the file has named others. Those of removed arms come last,
+    with their own."""
+    found = known_runs(path, plan.runs)[0]
+    lines = []
+    for run in plan.runs:
+        if run.key in found:
+            lines.append({**found[run.key], "settings": dict(run.shown)})
+    return lines + removed_runs(path, plan.removed)
 
 
 def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
@@ -109,8 +131,8 @@ def add_results(path: Path, runs: Sequence[RunPlan], found: Line) -> None:
             **found,
             "settings": dict(run.shown),
         }
-        if any(run.tuning.values()):
-            line["tuning"] = dict(run.tuning)
+        if run.own.tuning:
+            line["tuning"] = run.own.tuning
         files.LineFile(path).append(json.dumps(line, default=str))
 
 

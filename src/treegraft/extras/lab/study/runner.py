@@ -8,12 +8,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.extras.lab.study.plan import BufferPlan, Needed, Plan, RunPlan, WarmupPlan
+import treegraft
+from treegraft.extras.lab.study.plan import Job, Plan, RunPlan
 from treegraft.extras.lab.study.pool import Outcome, Pool
 from treegraft.extras.lab.study.results import Key, Line, add_results, known_runs, repair
 from treegraft.extras.lab.study.work import carry_out, note_of
@@ -21,7 +22,7 @@ from treegraft.extras.lab.text import counted
 from treegraft.parts import errors, interrupt
 
 RESULTS = "results.jsonl"
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(treegraft.__file__).parent
 Say = Callable[[str], None]
 
 
@@ -39,32 +40,32 @@ class Ran:
 
 
 @contextmanager
-def locked(out: Path, results: Path) -> Iterator[None]:
-    """Holds the study's folder and its file of results, which may lie elsewhere, for this process.
+def locked(results: Path) -> Iterator[None]:
+    """Holds a file of results, and with it the study's folder, for this process.
 
     Raises:
-        StorageError: another process works with one of them, or it cannot be written to.
+        StorageError: another process works with it, or it cannot be written to.
     """
     # Imported here, since reading results needs no Unix.
     import fcntl
 
-    with ExitStack() as stack:
-        for file, named in ((out / ".lock", out), (results, results)):
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(file.open("a"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise errors.StorageError(
-                    f"'{named}': another process is running a study in it; expected none. Wait for"
-                    " its end, stop it with Ctrl-C, or name another folder with --out.",
-                    code="study-in-use",
-                ) from error
-            except OSError as error:
-                raise errors.StorageError(
-                    f"'{named}' cannot be worked in ({error.strerror}: '{error.filename}').",
-                    code="study-unwritable",
-                ) from error
+    try:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        lock = results.open("a")
+    except OSError as error:
+        raise errors.StorageError(
+            f"'{results}' cannot be worked in ({error.strerror}: '{error.filename}').",
+            code="study-unwritable",
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise errors.StorageError(
+                f"'{results}': another process is running a study in it; expected none. Wait for"
+                " its end, stop it with Ctrl-C, or name another folder with --out.",
+                code="study-in-use",
+            ) from error
         yield
 
 
@@ -89,16 +90,16 @@ def run_study(
         say: gets a line for each job that has ended.
 
     Raises:
-        StorageError: another process is at work in `out`, or with `results`.
+        StorageError: another process is at work with `results`.
     """
     out = out.resolve()
-    with locked(out, results):
+    with locked(results):
         repair(results, plan.runs)
         known, num_others = known_runs(results, plan.runs)
         for run in plan.runs:
             # Of a process that was killed after it had written the line.
             if run.key in known:
-                _tidy(out / run.folder, plan.study.keep)
+                _tidy(out / run.place, plan.study.keep)
         if num_others:
             say(
                 f"{results}: {counted(num_others, 'run')} with other settings than the study has"
@@ -127,7 +128,7 @@ class _Work:
         self._results = results
         self._facts = facts
         self._say = say
-        self._waiting: list[Needed | RunPlan] = []
+        self._waiting: list[Job] = []
         for run in missing.values():
             for one in _in_order(run):
                 if all(other.fingerprint != one.fingerprint for other in self._waiting):
@@ -180,13 +181,13 @@ class _Work:
             for outcome in pool.outcomes():
                 self._take(outcome)
 
-    def _next(self) -> Needed | RunPlan | None:
+    def _next(self) -> Job | None:
         """The first job that can begin; those whose needs have failed are given up."""
         for job in list(self._waiting):
             causes = [one for one in job.needs if one.fingerprint in self._failed]
             if causes:
                 self._waiting.remove(job)
-                self._failed[job.fingerprint] = f"its {name_of(causes[0])} has failed"
+                self._failed[job.fingerprint] = f"its {causes[0].title} has failed"
             elif all(note_of(one, self._out).is_file() for one in job.needs):
                 self._waiting.remove(job)
                 return job
@@ -194,41 +195,31 @@ class _Work:
 
     def _take(self, outcome: Outcome) -> None:
         job = outcome.job
-        name = name_of(job)
         self._running.discard(job.fingerprint)
         seconds = f"{time.monotonic() - self._began:6.0f} s"
         if outcome.error:
             self._failed[job.fingerprint] = outcome.error
-            self._say(f"{seconds}  {name}: failed: {outcome.error}")
+            self._say(f"{seconds}  {job.title}: failed: {outcome.error}")
             return
         if not isinstance(job, RunPlan):
-            self._say(f"{seconds}  {name}")
+            self._say(f"{seconds}  {job.title}")
             return
         # All runs that this one stands for.
         same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
         today = {"date": time.strftime("%Y-%m-%d")}
         add_results(self._results, same, {**today, **self._facts, **outcome.result})
-        _tidy(self._out / job.folder, self._plan.study.keep)
+        _tidy(self._out / job.place, self._plan.study.keep)
         left = sum(isinstance(one, RunPlan) for one in self._waiting) + len(self._running)
         also = f" (and {len(same) - 1} equal)" if len(same) > 1 else ""
         accuracy = outcome.result["curve"][-1]["accuracy"]
-        self._say(f"{seconds}  {name}{also}: {accuracy:.3f}; {counted(left, 'job')} left")
+        self._say(f"{seconds}  {job.title}{also}: {accuracy:.3f}; {counted(left, 'job')} left")
 
 
-def _in_order(job: Needed | RunPlan) -> Iterator[Needed | RunPlan]:
+def _in_order(job: Job) -> Iterator[Job]:
     """A job after all that it needs."""
     for one in job.needs:
         yield from _in_order(one)
     yield job
-
-
-def name_of(job: Needed | RunPlan) -> str:
-    """Returns a job in words."""
-    if isinstance(job, WarmupPlan):
-        return f"warm-up {job.name}, pair {job.pair}"
-    if isinstance(job, BufferPlan):
-        return f"buffer {job.name}, {job.world}, pair {job.pair}"
-    return f"{job.arm}, {job.world}, pair {job.pair}"
 
 
 def _tidy(run_dir: Path, keep: str) -> None:

@@ -7,15 +7,8 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from treegraft.extras.lab.statistics import (
-    Interval,
-    accuracy_at,
-    bootstrap_interval,
-    holm,
-    permutation_test,
-)
 from treegraft.extras.lab.study.results import (
     CALLS,
     SECONDS,
@@ -26,6 +19,13 @@ from treegraft.extras.lab.study.results import (
     mixed_pairs,
 )
 from treegraft.extras.lab.text import counted, ranges, table
+from treegraft.extras.statistics import (
+    Interval,
+    accuracy_at,
+    bootstrap_interval,
+    holm,
+    permutation_test,
+)
 
 WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""
@@ -64,15 +64,8 @@ class Row:
     lines: Sequence[Line]
     last: Sequence[float]
     """Accuracy at the last evaluation, pair by pair."""
-    gains: Sequence[float]
-    """Differences to the baseline, pair by pair."""
     at: Mapping[str, Sequence[float | None]]
     """Accuracy at each budget, pair by pair; None if the run ended before."""
-
-    @property
-    def mean(self) -> float:
-        """Mean accuracy at the end."""
-        return statistics.fmean(self.last)
 
     def of_buffer(self, count: str) -> float:
         """Returns the mean of a count of its buffers; 0 without one."""
@@ -99,6 +92,11 @@ class Test:
     """Of the paired permutation test."""
     p_holm: float
     """The same after Holm's correction over the arms of its world and column."""
+
+    @property
+    def short(self) -> str:
+        """Where pairs are compared, if some run ended before the budget."""
+        return f" (at {self.place:,.0f})" if self.num_short else ""
 
 
 class Runs:
@@ -175,19 +173,15 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
     """Returns the rows of a world, in the order of its arms; none if no pair is complete."""
     if not runs.pairs(world):
         return []
-    arms = runs.arms(world)
     budgets = list(_budgets(runs, world, question))
-    reference = [_end(line) for line in runs.of(world, question.baseline_of(arms))]
     found = []
-    for arm in arms:
+    for arm in runs.arms(world):
         lines = runs.of(world, arm)
         at: dict[str, list[float | None]] = {}
         for name, cost, limits in budgets:
             sides = zip(lines, limits, strict=True)
             at[name] = [accuracy_at(*runs.curve(line, cost), limit) for line, limit in sides]
-        last = [_end(line) for line in lines]
-        gains = [a - b for a, b in zip(last, reference, strict=True)]
-        found.append(Row(arm=arm, lines=lines, last=last, gains=gains, at=at))
+        found.append(Row(arm=arm, lines=lines, last=[_end(line) for line in lines], at=at))
     return found
 
 
@@ -227,31 +221,41 @@ def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test
     endless = [math.inf] * len(runs.pairs(world))
     made: list[Test] = []
     for column, cost, limits in [("last", "", endless), *_budgets(runs, world, question)]:
-        others = [arm for arm in arms if arm != primary]
-        compared = []
-        for other in others:
-            sides = zip(runs.of(world, primary), runs.of(world, other), limits, strict=True)
-            compared.append([_compared(runs, *side, cost) for side in sides])
-        p_values = []
-        for found in compared:
-            p_values.append(
-                permutation_test([ours for ours, *_ in found], [o for _, o, _ in found])
-            )
-        for other, found, p, p_holm in zip(others, compared, p_values, holm(p_values), strict=True):
-            places = [place for *_, place in found]
-            short = sum(place < limit for place, limit in zip(places, limits, strict=True))
-            made.append(
-                Test(
-                    column=column,
-                    other=other,
-                    differences=[ours - theirs for ours, theirs, _ in found],
-                    num_short=short,
-                    place=statistics.fmean(places),
-                    p=p,
-                    p_holm=p_holm,
-                )
-            )
+        found = []
+        for other in arms:
+            if other != primary:
+                found.append(_test(runs, world, (primary, other), column, cost, limits))
+        corrected = holm([one.p for one in found])
+        made += [replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
     return made
+
+
+def _test(
+    runs: Runs,
+    world: str,
+    arms: tuple[str, str],
+    column: str,
+    cost: str,
+    limits: Sequence[float],
+) -> Test:
+    ours = []
+    theirs = []
+    places = []
+    for first, second, limit in zip(*(runs.of(world, arm) for arm in arms), limits, strict=True):
+        one, other, place = _compared(runs, first, second, limit, cost)
+        ours.append(one)
+        theirs.append(other)
+        places.append(place)
+    p = permutation_test(ours, theirs)
+    return Test(
+        column=column,
+        other=arms[1],
+        differences=[one - other for one, other in zip(ours, theirs, strict=True)],
+        num_short=sum(place < limit for place, limit in zip(places, limits, strict=True)),
+        place=statistics.fmean(places),
+        p=p,
+        p_holm=p,
+    )
 
 
 def _compared(
@@ -355,7 +359,7 @@ def _by_accuracy(found: Sequence[Row]) -> list[Row]:
     reached = [row for row in found if None not in row.at[calls]]
     short = [row for row in found if None in row.at[calls]]
     reached.sort(key=lambda row: -statistics.fmean(one or 0.0 for one in row.at[calls]))
-    short.sort(key=lambda row: -row.mean)
+    short.sort(key=lambda row: -statistics.fmean(row.last))
     return reached + short
 
 
@@ -386,8 +390,8 @@ def _arm_columns(
         columns[f"{primary} minus this arm"] = lambda row: _difference(there.get(row.arm))
     columns["at the end"] = lambda row: _interval(row.last)
     if baseline is not None:
-        name = f"this arm minus {baseline} at the end"
-        columns[name] = lambda row: "" if row.arm == baseline else _interval(row.gains)
+        (base,) = (row.last for row in found if row.arm == baseline)
+        columns[f"this arm minus {baseline} at the end"] = functools.partial(_gain, base, baseline)
     columns["left the start, after calls"] = _left
     if is_brief:
         columns["calls"] = _own_and_buffers_calls
@@ -406,17 +410,17 @@ def _cost_columns(runs: Runs, found: Sequence[Row]) -> Columns:
     has_buffer = any(row.of_buffer("calls") or row.of_buffer("cpu_s") for row in found)
     seconds = "CPU s, buffer included" if has_buffer else "CPU s"
     columns: Columns = {"arm": lambda row: row.arm}
-    for title, cost, form in (
-        ("calls", CALLS, ",.0f"),
-        ("tokens", TOKENS, ",.0f"),
-        (seconds, SECONDS, ",.1f"),
-    ):
+    for title, cost in (("calls", CALLS), ("tokens", TOKENS), (seconds, SECONDS)):
         if runs.has(cost):
+            form = ",.1f" if cost == SECONDS else ",.0f"
             columns[title] = functools.partial(total, cost, form)
     if has_buffer:
-        columns["buffer's attempts"] = lambda row: f"{row.of_buffer('attempts'):,.0f}"
-        columns["buffer's calls"] = lambda row: f"{row.of_buffer('calls'):,.0f}"
-        columns["steps cut"] = lambda row: f"{row.of_buffer('steps_cut'):,.0f}"
+        for title, count in (
+            ("buffer's attempts", "attempts"),
+            ("buffer's calls", "calls"),
+            ("steps cut", "steps_cut"),
+        ):
+            columns[title] = functools.partial(_of_buffer, count)
         columns["buffer's CPU s"] = lambda row: (
             f"{statistics.fmean(map(runs.buffer_seconds, row.lines)):,.1f}"
         )
@@ -426,16 +430,18 @@ def _cost_columns(runs: Runs, found: Sequence[Row]) -> Columns:
     return columns
 
 
+def _of_buffer(count: str, row: Row) -> str:
+    return f"{row.of_buffer(count):,.0f}"
+
+
 def _tests(found: Sequence[Test], primary: str) -> list[str]:
     if not found:
         return []
     head = ["column", "other arm", "pairs", f"{primary} minus the other", "p", "p (Holm)"]
     body = []
     for one in found:
-        short = f" (at {one.place:,.0f})" if one.num_short else ""
-        pairs = f"{len(one.differences)}{short}"
-        cells = [pairs, _interval(one.differences), f"{one.p:.4f}", f"{one.p_holm:.4f}"]
-        body.append([one.column, one.other, *cells])
+        cells = [one.column, one.other, f"{len(one.differences)}{one.short}"]
+        body.append([*cells, _interval(one.differences), f"{one.p:.4f}", f"{one.p_holm:.4f}"])
     return [*table(head, body), ""]
 
 
@@ -458,6 +464,12 @@ def _at(name: str, row: Row) -> str:
     return f"{statistics.fmean(reached):.2f}"
 
 
+def _gain(base: Sequence[float], baseline: str, row: Row) -> str:
+    if row.arm == baseline:
+        return ""
+    return _interval([ours - theirs for ours, theirs in zip(row.last, base, strict=True)])
+
+
 def _mean_end(key: str, row: Row) -> str:
     return f"{statistics.fmean(line['curve'][-1].get(key, 0.0) for line in row.lines):.2f}"
 
@@ -476,8 +488,7 @@ def _named(found: Sequence[Row]) -> Callable[[Row], str]:
 def _difference(one: Test | None) -> str:
     if one is None:
         return ""
-    short = f" (at {one.place:,.0f})" if one.num_short else ""
-    return f"{_interval(one.differences)}, p {one.p_holm:.3f}{short}"
+    return f"{_interval(one.differences)}, p {one.p_holm:.3f}{one.short}"
 
 
 def _left(row: Row) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import pkgutil
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treegraft import Config, DataError, SettingError, TraceBuffer, load_config, sft, train
-from treegraft.extras.lab.pruning.work import BufferPruning
-from treegraft.extras.lab.study.controls import CONTROLS
-from treegraft.extras.lab.study.plan import BufferPlan, RunPlan, WarmupPlan
+from treegraft.extras.lab.study.plan import BufferPlan, Job, RunPlan, WarmupPlan
 from treegraft.extras.lab.study.results import Line, by_update, curve
 from treegraft.parts import (
     BufferBuild,
@@ -29,7 +30,7 @@ from treegraft.parts import (
 )
 
 
-def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
+def carry_out(job: Job, out: Path) -> Line:
     """Does one job in the study's folder `out`, goes on with it, or finds it done.
 
     Returns:
@@ -48,26 +49,21 @@ def carry_out(job: WarmupPlan | BufferPlan | RunPlan, out: Path) -> Line:
     if isinstance(job, WarmupPlan):
         costs = _warm_up(job, out)
     else:
-        place = out / job.file
+        assert isinstance(job, BufferPlan)
+        place = out / job.place
         # Of a process that was killed or interrupted: a buffer is made again as a whole.
         for leftover in place.parent.glob(f"*{place.name}*"):
             leftover.unlink()
         place.parent.mkdir(parents=True, exist_ok=True)
-        if job.source is None:
-            costs = _build(job, place)
-        elif job.control:
-            costs = _mix_up(job, job.source, out)
-        else:
-            costs = _prune(job, job.source, out)
+        costs = _build(job, place) if job.source is None else _make(job, job.source, out)
     costs["fingerprint"] = job.fingerprint
     files.write_atomically(note, json.dumps(costs) + "\n")
     return costs
 
 
-def note_of(job: WarmupPlan | BufferPlan, out: Path) -> Path:
+def note_of(job: Job, out: Path) -> Path:
     """Returns the file that says that a warm-up or buffer is complete, and what it cost."""
-    place = out / (job.folder if isinstance(job, WarmupPlan) else job.file)
-    return place.with_name(f"{place.name}.json")
+    return out / f"{job.place}.json"
 
 
 def read_note(note: Path) -> Line:
@@ -81,9 +77,9 @@ def read_note(note: Path) -> Line:
     return found
 
 
-def _trained(command: str, config: Config, place: Path) -> None:
+def _trained(command: str | None, config: Config, place: Path) -> None:
     """Trains a run in its folder, or goes on with it."""
-    act = {"train": train, "sft": sft}[command]
+    act = sft if command == "sft" else train
     if place.exists():
         try:
             load_config(place / "config.json")
@@ -103,7 +99,7 @@ def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) 
 
 
 def _warm_up(job: WarmupPlan, out: Path) -> Line:
-    calibration_s, place = calibrate(), out / job.folder
+    calibration_s, place = calibrate(), out / job.place
     _trained("sft", job.config, place)
     # Of its steps alone, those before an interruption included.
     spent = sum(line.get("time/warmup_cpu_s", 0.0) for line in RunReader(place).clean_metrics()[0])
@@ -115,9 +111,9 @@ def _build(job: BufferPlan, place: Path) -> Line:
     partial = place.with_name(f".{place.name}.partial")
     own = {
         "agent": "expert",
-        "num_samples": job.samples,
-        "num_best": job.keep,
-        "min_reward": job.min_reward,
+        "num_samples": job.own.samples,
+        "num_best": job.own.keep,
+        "min_reward": job.own.min_reward,
     }
     data = job.config.model_dump(mode="json", exclude_unset=True)
     work = BufferBuild(load_config(recipe.merged(data, {"buffer": {"build": own}})), partial)
@@ -137,50 +133,42 @@ def _build(job: BufferPlan, place: Path) -> Line:
     }
 
 
-def _prune(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
-    assert job.warmup is not None
+def _make(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
+    """Makes a buffer from another one; it costs what its source did, too."""
     calibration_s = calibrate()
-    before = read_note(note_of(source, out))
-    work = BufferPruning.of(
-        job.config,
-        model=str(_start(job.warmup, out)),
-        buffer=out / source.file,
-        out=out / job.file,
+    costs = read_note(note_of(source, out))
+    counts = _maker(job)(
+        out / source.place,
+        out / job.place,
+        config=job.config,
+        seed=job.config.run.seed,
+        checkpoint=None if job.warmup is None else _start(job.warmup, out),
     )
-    work.run(display=NoDisplay())
-    if work.stopped_by is not None:
-        raise interrupt.Ended(work.stopped_by)
-    report = work.report
-    # In seconds of this calibration.
-    source_s = before["cpu_s"] * calibration_s / before["calibration_s"]
-    return {
-        "trajectories": report.num_trajectories,
-        "shortened": report.num_shortened,
-        "steps_cut": report.num_cut,
-        "attempts": before["attempts"],
-        "calls": before["calls"],
-        "cpu_s": report.cpu_s + source_s,
-        "calibration_s": calibration_s,
-    }
+    # In seconds of the source's calibration.
+    own_s = counts.get("cpu_s", 0.0) * costs["calibration_s"] / calibration_s
+    return {**costs, **counts, "cpu_s": costs["cpu_s"] + own_s}
 
 
-def _mix_up(job: BufferPlan, source: BufferPlan, out: Path) -> Line:
-    """Makes a control; it costs what its source did."""
-    with (
-        TraceBuffer.open_as_built(out / source.file) as before,
-        TraceBuffer(out / job.file, before.load_encoder()) as mixed,
-    ):
-        mixed.add(CONTROLS[job.control](before.trajectories(), job.config.run.seed))
-        num_stored = sum(1 for _ in mixed.trajectories())
-    return {**read_note(note_of(source, out)), "trajectories": num_stored}
+def _maker(job: BufferPlan) -> Callable[..., Mapping[str, float]]:
+    # A console script does not see its working directory.
+    sys.path.append(os.getcwd())
+    try:
+        found: Callable[..., Mapping[str, float]] = pkgutil.resolve_name(job.own.maker)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(
+            f"{job.title}: maker '{job.own.maker}' cannot be loaded ({error}); expected"
+            " package.module:function. Start from the folder that holds the package.",
+            code="maker-missing",
+        ) from error
+    return found
 
 
 def _start(warmup: WarmupPlan, out: Path) -> Path:
     """The checkpoint of a warm-up."""
-    found = RunReader(out / warmup.folder).latest_checkpoint()
+    found = RunReader(out / warmup.place).latest_checkpoint()
     if found is None:
         raise errors.CheckpointError(
-            f"'{out / warmup.folder}' has no checkpoint; expected one. Remove the folder and its"
+            f"'{out / warmup.place}' has no checkpoint; expected one. Remove the folder and its"
             " .json, and the warm-up is trained again.",
             code="warmup-without-checkpoint",
         )
@@ -199,8 +187,8 @@ def checksum(checkpoint: Path) -> str:
 
 
 def _run(job: RunPlan, out: Path) -> Line:
-    place = out / job.folder
-    found: Line = {"command": job.command, "num_eval": job.config.tasks.num_eval}
+    place = out / job.place
+    found: Line = {"command": job.own.command or "train", "num_eval": job.config.tasks.num_eval}
     more: dict[str, Any] = {}
     if job.warmup is not None:
         start = _start(job.warmup, out)
@@ -208,10 +196,10 @@ def _run(job: RunPlan, out: Path) -> Line:
         found["weights"] = checksum(start)
         found["warmup"] = read_note(note_of(job.warmup, out))
     if job.buffer is not None:
-        more["buffer"] = {"path": str(out / job.buffer.file)}
+        more["buffer"] = {"path": str(out / job.buffer.place)}
         found["buffer"] = read_note(note_of(job.buffer, out))
     found["calibration_s"] = calibrate()
-    _trained(job.command, _placed(job.config, place, more), place)
+    _trained(job.own.command, _placed(job.config, place, more), place)
     reader = RunReader(place)
     metrics = reader.clean_metrics()[0]
     found["curve"] = curve(metrics, reader.warmup_metrics())

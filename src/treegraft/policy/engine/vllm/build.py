@@ -58,7 +58,6 @@ def build_engine(
             that cannot sleep.
     """
     settings = config.engine.vllm
-    is_external = config.publish.kind == "external"
     _check_sleep(settings)
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
@@ -99,8 +98,7 @@ def build_engine(
         max_context=max_context(model),
         weights=weights,
         folders=folders,
-        initial=None if python or is_external else ModelWeights(plain_weights(model)),
-        is_external=is_external,
+        initial=None if python else ModelWeights(plain_weights(model)),
     )
 
 
@@ -135,8 +133,6 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether this process has to read the model's weights before servers can have them:
     servers that run already get them published, and not every source is one that vLLM reads."""
     path = str(model_path)
-    if config.publish.kind == "external":
-        return False
     if config.engine.vllm.servers or path == "tiny" or path.startswith((PREFIX, "pypi:")):
         return True
     folder, gguf = locate(path)
@@ -208,7 +204,8 @@ def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
     if config.publish.folder:
         parent = Path(config.publish.folder).expanduser().absolute()
     elif not config.engine.vllm.servers and os.access(SHARED_MEMORY, os.W_OK):
-        num_weights = sum(weight.numel() for weight in base_model(model).parameters())
+        # Tied weights by each of their names, under all of which they are written.
+        num_weights = sum(weight.numel() for weight in base_model(model).state_dict().values())
         num_bytes = num_weights * DTYPES[config.model.dtype].itemsize
         # A publish writes the new copy next to the former one.
         if shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
@@ -323,19 +320,12 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which.
 
     Raises:
-        SettingError: more GPUs or fewer than its options take, or several servers on one that
-            would each take all of its memory.
+        SettingError: several servers on one GPU, of which each would take all of its memory.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     each = settings.gpus or (visible.split(",") if count > 1 else [visible])
-    own, taken = each[number % len(each)], settings.gpus_each
-    if settings.gpus and own.count(",") + 1 != taken:
-        raise SettingError(
-            f"engine.vllm.gpus: '{own}' is for one server, whose options take {taken} GPUs;"
-            ' expected as many. Set engine.vllm.server_args=["--tensor-parallel-size","N"].',
-            code="server-gpus-idle",
-        )
+    own = each[number % len(each)]
     shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
     has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from treegraft.core.errors import EngineError, SettingError
@@ -35,64 +35,36 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
         Unreachable: it does not answer.
     """
     found = await _identity(server)
-    name = f"engine.vllm: {server}"
-    if found["plugin"] != PLUGIN_VERSION:
-        raise SettingError(
-            f"{name} has version {found['plugin']} of Treegraft's plugin, expected"
-            f" {PLUGIN_VERSION}. Start it with the Treegraft of this run on its PYTHONPATH.",
-            code="server-plugin-version",
-        )
-    for field in _MODEL:
-        if found[field] != expected[field]:
+    for field, wanted, remedy in _wanted(expected):
+        got = found[field]
+        # Of limits the least; below 0 is none.
+        if got != wanted and not (field.startswith("max_") and (got < 0 or got >= wanted)):
             raise SettingError(
-                f"{name} has another model: its {field} is {found[field]}, expected"
-                f" {expected[field]}, that of model.path. Start it with the model of the recipe.",
-                code="server-other-model",
+                f"engine.vllm: {server} has {field} = {got}, expected {wanted}. Start it with"
+                f" {remedy}.",
+                code="server-unfit",
             )
-    if found["dtype"] != expected["dtype"]:
-        raise SettingError(
-            f"{name} computes in {found['dtype']}, expected model.dtype = {expected['dtype']}."
-            f" Start it with --dtype {expected['dtype']}, or change model.dtype.",
-            code="server-other-dtype",
-        )
-    wanted = expected["max_context"]
-    if wanted is not None and found["max_context"] < wanted:
-        raise SettingError(
-            f"{name} reads {found['max_context']} tokens, expected {wanted}, the longest path of"
-            f" the recipe. Start it with --max-model-len {wanted}, or shorten prompts and"
-            " rollout.max_completion_tokens.",
-            code="server-context-short",
-        )
-    _check_logprobs(name, found)
     if expected["entropies"] == "measured":
-        await _measure(server, name, found)
+        await server.call("treegraft_measure", timeout_s=CONTROL_TIMEOUT_S)
     return found
 
 
-def _check_logprobs(name: str, found: Mapping[str, Any]) -> None:
-    if 0 <= found["max_logprobs"] < NUM_ASKED:
-        raise SettingError(
-            f"{name} was started with --max-logprobs {found['max_logprobs']}, expected at least"
-            f" {NUM_ASKED}, of which entropies are made. Raise it.",
-            code="server-logprobs-few",
-        )
-    if found["logprobs_mode"] != "processed_logprobs":
-        raise SettingError(
-            f"{name} was started with --logprobs-mode {found['logprobs_mode']}, expected"
-            " processed_logprobs. Restart it with that option.",
-            code="server-logprobs-mode",
-        )
-
-
-async def _measure(server: Server, name: str, found: Mapping[str, Any]) -> None:
-    if not found["is_v2"]:
-        raise SettingError(
-            f"{name} has vLLM's former runner, which reports no exact entropies; expected"
-            " VLLM_USE_V2_MODEL_RUNNER=1 and a GPU. Restart it with that, or set"
-            ' engine.vllm.entropies = "top_k".',
-            code="server-cannot-measure",
-        )
-    await server.call("treegraft_measure", timeout_s=CONTROL_TIMEOUT_S)
+def _wanted(expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """What a server has to say of itself: a field, its value and how to get that."""
+    yield "plugin", PLUGIN_VERSION, "the Treegraft of this run on its PYTHONPATH"
+    for name in _MODEL:
+        yield name, expected[name], "the model of the recipe (model.path)"
+    dtype = expected["dtype"]
+    context = expected["max_context"]
+    yield "dtype", dtype, f"--dtype {dtype}, or change model.dtype"
+    if context is not None:
+        shorter = "or shorten prompts and rollout.max_completion_tokens"
+        yield "max_context", context, f"--max-model-len {context}, {shorter}"
+    yield "max_logprobs", NUM_ASKED, f"--max-logprobs {NUM_ASKED}, of which entropies are made"
+    yield "logprobs_mode", "processed_logprobs", "--logprobs-mode processed_logprobs"
+    if expected["entropies"] == "measured":
+        remedy = 'a GPU and VLLM_USE_V2_MODEL_RUNNER=1, or set engine.vllm.entropies = "top_k"'
+        yield "is_v2", True, remedy
 
 
 async def _identity(server: Server) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from safetensors import SafetensorError
 
 from treegraft.core.errors import EngineError
 from treegraft.core.files import storage_fault
-from treegraft.core.interfaces import Request, Tokenizer, WeightSource
-from treegraft.core.types import Completion, EntropyKind
+from treegraft.core.interfaces import Tokenizer, WeightSource
+from treegraft.core.types import EntropyKind
 from treegraft.policy.engine.served import NUM_ASKED, Draft, ServerEngine, TokenReply
-from treegraft.policy.engine.vllm.folder import WeightsFolder, write_folder
+from treegraft.policy.engine.vllm.folder import write_folder
 from treegraft.policy.engine.vllm.replies import NUM_MEASURED, read_reply
-from treegraft.policy.engine.vllm.server import Server, Unreachable
-from treegraft.policy.engine.vllm.servers import Due, Member, Servers
-from treegraft.policy.publish import CANARY_SAMPLING, PROMPTS, canary_key
+from treegraft.policy.engine.vllm.server import Server
+from treegraft.policy.engine.vllm.servers import Due, Servers
 from treegraft.settings.policy import EngineSettings
 
 
@@ -42,7 +41,6 @@ class VllmEngine(ServerEngine):
         weights: Path,
         folders: Sequence[Path],
         initial: WeightSource | None,
-        is_external: bool = False,
     ) -> None:
         """Starts nothing; `open` does.
 
@@ -51,7 +49,6 @@ class VllmEngine(ServerEngine):
             weights: a folder of its own for published weights.
             folders: removed at the end.
             initial: the weights to begin with; None for those that servers of ours start with.
-            is_external: somebody else gives the servers weights.
         """
         super().__init__(
             None,
@@ -66,7 +63,7 @@ class VllmEngine(ServerEngine):
         self._http = http
         self._weights = weights
         self._folders = folders
-        self._servers = Servers(servers, settings, expected, is_external)
+        self._servers = Servers(servers, settings, expected)
         self._num_asked = NUM_ASKED
         self._num_tokens: int | None = expected["vocab_size"]
         if expected["entropies"] == "measured":
@@ -155,22 +152,19 @@ class VllmEngine(ServerEngine):
         Raises:
             EngineError: no server took them.
         """
-        if self._servers.is_external:
-            self._servers.begin_anew(version)
-            return
         assert source is not None
         former = self._servers.due.folder
         due = await self._written(source, version)
         await self._servers.publish(due)
         if former is not None:
-            former.remove()
+            shutil.rmtree(former, ignore_errors=True)
         self.fingerprint = due.fingerprint
 
     async def _written(self, source: WeightSource, version: int) -> Due:
         self._num_published += 1
         path = self._weights / f"weights-{self._num_published}"
         try:
-            folder: WeightsFolder = await asyncio.to_thread(write_folder, path, source)
+            self._num_bytes += await asyncio.to_thread(write_folder, path, source)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(path, ignore_errors=True)
             raise EngineError(
@@ -179,42 +173,13 @@ class VllmEngine(ServerEngine):
                 " the former one and this. Free some, or name a larger disk as publish.folder.",
                 code="weights-not-written",
             ) from error
-        self._num_bytes += folder.num_bytes()
         label = f"{self._servers.owner}-{version}.{self._num_published}"
-        return Due(label, folder, source.fingerprint)
+        return Due(label, path, source.fingerprint)
 
     async def rest(self) -> None:
         """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""
         if self.settings.vllm.sleep:
             await self._servers.rest()
-
-    async def canaries(self) -> Mapping[str, Sequence[Completion]]:
-        """Returns the completion of each canary prompt by each live server, by its address."""
-        found: dict[str, Sequence[Completion]] = {}
-        for member in self._servers.live:
-            try:
-                async with asyncio.timeout(self.settings.deadline_s):
-                    found[str(member.server)] = await asyncio.gather(
-                        *(self._canary(member, number) for number in range(len(PROMPTS)))
-                    )
-            except TimeoutError:
-                member.hangs = True
-                self._servers.lost(member, "it did not answer within engine.deadline_s")
-            except Unreachable as fault:
-                self._servers.lost(member, str(fault))
-        return found
-
-    async def _canary(self, member: Member, number: int) -> Completion:
-        draft = self._draft(Request(PROMPTS[number], CANARY_SAMPLING, canary_key(number)))
-        while draft.finish is None:
-            draft.take(self._read(await self._servers.ask_member(member, self._body(draft))))
-        return draft.completion(self.policy_version)
-
-    def set_aside(self, name: str, why: str) -> None:
-        """Samples from other servers until the next publish, as long as one is left."""
-        for member in self._servers.live:
-            if str(member.server) == name:
-                self._servers.set_aside(member, why)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm import __version__ as vllm_version
 
 from treegraft.core.registry import EXTRAS
-from treegraft.policy.engine.vllm.folder import WeightsFolder
+from treegraft.policy.engine.vllm.folder import read_folder
 from treegraft.policy.engine.vllm.replies import PLUGIN_VERSION
 from treegraft.policy.weights import bit_sum, fingerprint_of
 
@@ -57,7 +57,7 @@ class Extension:
         sums: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
         def seen() -> Iterator[tuple[str, Tensor]]:
-            for name, stored in WeightsFolder(path):
+            for name, stored in read_folder(path):
                 # A GPU sums in moments what takes a processor a minute.
                 tensor = stored.to(self.device)
                 sums[name] = (str(tensor.dtype), tuple(tensor.shape), int(bit_sum(tensor)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from treegraft.policy.engine.served import NUM_ASKED, TokenReply
 
-PLUGIN_VERSION = 5
+PLUGIN_VERSION = 6
 """Grows with every change of what client and plugin say to each other."""
 PLUGIN = "treegraft.policy.engine.vllm.plugin.Extension"
 """By name, since it needs vllm, which is in the servers' environment alone."""

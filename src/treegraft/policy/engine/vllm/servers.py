@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import EngineError
 from treegraft.policy.engine.vllm.checks import check_identity
-from treegraft.policy.engine.vllm.folder import WeightsFolder
 from treegraft.policy.engine.vllm.replies import REPLY_BYTES, ROUTE
 from treegraft.policy.engine.vllm.server import ANSWER_BYTES, Server, Unreachable
 from treegraft.settings.policy import EngineSettings
@@ -48,9 +48,6 @@ class State(StrEnum):
     """Nothing yet, or nothing any more until it is back."""
     LIVE = "live"
     """It answers, with the weights that are due."""
-    ASIDE = "set aside"
-    """It differs from the learner: it gets no request until the next publish, unless no other is
-    left."""
     LEFT_OUT = "left out"
     """It has died too often."""
 
@@ -60,8 +57,8 @@ class Due:
     """The weights that servers have to hold."""
 
     label: str
-    folder: WeightsFolder | None = None
-    """None for those that a server of ours is started with, and those of somebody else."""
+    folder: Path | None = None
+    """None for those that a server of ours is started with."""
     fingerprint: str = ""
 
 
@@ -77,7 +74,6 @@ class Member:
         self.load = 0
         """Requests under way or waiting for a row."""
         self.num_restarts = 0
-        self.hangs = False
         self.sleeps = False
         self.identity: Mapping[str, Any] = {}
 
@@ -90,17 +86,14 @@ class Servers:
         servers: Sequence[Server],
         settings: EngineSettings,
         expected: Mapping[str, Any],
-        is_external: bool,
     ) -> None:
         """Asks nothing yet.
 
         Args:
             expected: the identity that each server has to have, see `checks.check_identity`.
-            is_external: somebody else gives the servers weights, whose labels mean nothing here.
         """
         self._expected = expected
         self._wait_s = READY_S
-        self.is_external = is_external
         self.members = [Member(one, settings.max_rows) for one in servers]
         # In the labels of weights, so that a reply by those of another run is told apart.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -176,8 +169,6 @@ class Servers:
         return dict(reply)
 
     def _check_weights(self, member: Member, reply: Mapping[str, Any]) -> None:
-        if self.is_external:
-            return
         for choice in reply["choices"]:
             for span in choice.get("weight_versions") or [{"version": "none"}]:
                 if span["version"] != self.due.label:
@@ -191,8 +182,6 @@ class Servers:
         while True:
             if self.death is not None:
                 raise self.death
-            if not self.live:
-                self._take_back()
             member = self._homes.get(home)
             if (member is None or member.state is not State.LIVE) and self.live:
                 member = self._homes[home] = min(self.live, key=lambda one: one.load)
@@ -248,25 +237,13 @@ class Servers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def set_aside(self, member: Member, why: str) -> None:
-        """Gives a live server no requests until the next publish."""
-        member.state = State.ASIDE
-        member.fault = why
-        _log.warning("%s; its requests go to other servers until the next publish", why)
-
-    def _take_back(self) -> None:
-        for member in self.members:
-            if member.state is State.ASIDE:
-                self._go_live(member)
-
     def _go_live(self, member: Member) -> None:
         member.state = State.LIVE
         member.fault = ""
-        member.hangs = False
         self._changed.set()
 
     async def _revive(self, member: Member) -> None:
-        if not member.hangs and await self._is_as_it_was(member):
+        if await self._is_as_it_was(member):
             # A connection was lost, or one request failed; the others go on.
             self._go_live(member)
             return
@@ -292,22 +269,18 @@ class Servers:
         if server.process is not None and server.process.exit_status is not None:
             return False
         with suppress(Unreachable, EngineError, *_UNREADABLE):
-            is_due = self.is_external or await server.version() == self.due.label
-            return is_due and await server.is_healthy()
+            return await server.version() == self.due.label and await server.is_healthy()
         return False
 
     async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
-        """Waits until the server answers, restarted if it is ours, and gives it the weights that
-        are due."""
+        """Starts the server if it is ours, waits until it answers, and gives it the due weights."""
         server = member.server
         process = server.process
         if process is not None:
-            is_well = not is_first and process.exit_status is None and await server.is_healthy()
-            # A process that hangs may still say that it is well.
-            if not is_well or member.hangs:
-                member.sleeps = False
-                await asyncio.to_thread(process.stop)
-                process.start()
+            # Also one that says that it is well: a server that hangs does.
+            member.sleeps = False
+            await asyncio.to_thread(process.stop)
+            process.start()
         while not await server.is_healthy():
             if process is not None and process.exit_status is not None:
                 raise Unreachable(f"{server} ended with status {process.exit_status}")
@@ -319,23 +292,15 @@ class Servers:
                     code="server-not-there",
                 )
             await asyncio.sleep(1.0)
-        if not self.is_external:
-            member.identity = await check_identity(server, self._expected)
+        member.identity = await check_identity(server, self._expected)
         async with self._loading:
-            if not self.is_external:
-                await self._give(member)
+            await self._give(member)
             self._go_live(member)
 
     def _faults(self) -> str:
         return "; ".join(f"{one.server}: {one.fault}" for one in self.members)
 
     # ------------------------------------------------------------------ weights
-
-    def begin_anew(self, version: int) -> None:
-        """Asks servers that somebody else has given new weights."""
-        self.due = Due(f"{self.owner}-{version}")
-        self._homes.clear()
-        self._take_back()
 
     async def rest(self) -> None:
         """Has servers leave their GPUs until they are given weights; no request may be under
@@ -361,7 +326,6 @@ class Servers:
         async with self._loading:
             self.due = due
             self._homes.clear()
-            self._take_back()
             members = self.live
             faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
         for member, fault in zip(members, faults, strict=True):
@@ -389,7 +353,7 @@ class Servers:
         if member.sleeps:
             await server.post("/wake_up?tags=weights", timeout_s=self._wait_s)
         if due.folder is not None:
-            path = str(due.folder.path)
+            path = str(due.folder)
             for one in await server.call("treegraft_load", path, timeout_s=self._wait_s):
                 if one["fingerprint"] != due.fingerprint:
                     raise Unreachable(

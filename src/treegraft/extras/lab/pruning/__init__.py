@@ -1,1 +1,0 @@
-"""Stored trajectories without the steps that did nothing, and their command."""

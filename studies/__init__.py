@@ -1,0 +1,1 @@
+"""Comparisons of methods, and their scripts."""

@@ -1,0 +1,1 @@
+"""Stored trajectories without the steps that did nothing."""
