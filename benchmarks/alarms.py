@@ -2,12 +2,12 @@
 
 python -m benchmarks.alarms [FOLDER] [--quick]
 
-Trains the demo's agent at several learning rates, of which the higher ones ruin it, with the
-symptoms measured in every update. A run collapses at the first update at which the mean accuracy of
-three updates is below half of the best such mean before it. The table has a row for each warning:
-in how many of the runs that collapse it begins before, how many updates before in the median, and
-in how many of the other runs it begins at all, which are false alarms. FOLDER keeps the runs, and
-the same command goes on with those that are missing.
+Trains the demo's agent at several learning rates, of which the higher ones ruin it. A run collapses
+at the first update at which the mean accuracy of three updates is below half of the best such mean
+before it. The table has a row for each warning: in how many of the runs that collapse it begins
+before, how many updates before in the median, and in how many of the other runs it begins at all,
+which are false alarms. FOLDER keeps the runs, and the same command goes on with those that are
+missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from treegraft import load_config, session, train
+from treegraft import load_config, train
 from treegraft.parts import RunReader
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
@@ -110,8 +110,6 @@ def main() -> None:
     is_quick = "--quick" in sys.argv
     folder = Path(next((one for one in sys.argv[1:] if one != "--quick"), "runs/alarms"))
     sizes = (WINDOW, 10) if is_quick else (NUM_UPDATES, 300)
-    # Each update is diagnosed, so that a warning is not late.
-    session.DIAGNOSED_EVERY = 1
     runs = []
     for rate in RATES[-1:] if is_quick else RATES:
         for seed in SEEDS[:1] if is_quick else SEEDS:

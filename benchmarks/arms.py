@@ -29,9 +29,8 @@ from torch.nn.attention.varlen import varlen_attn
 from benchmarks.workloads import apart, prompt_once
 from treegraft.core.types import Tree
 from treegraft.policy.attention_hook import AttentionOptions, AttentionPlan, install_attention
-from treegraft.policy.learn.flex import WIDE, compiled_flex
+from treegraft.policy.learn.flex import WIDE, compiled_flex, paths_of
 from treegraft.policy.learn.pack import (
-    Node,
     TreeBatch,
     num_tree_tokens,
     pack_trees,
@@ -66,7 +65,7 @@ class VarlenPlan:
         self.inputs = batch.token_ids, batch.position_ids
         self.num_calls = 0
         nodes = [node for tree in batch.trees for node in tree.nodes]
-        paths = _paths(nodes)
+        paths = paths_of(nodes)
         self._own = [node.end - node.start for node in nodes]
         self._seen = [sum(node.end - node.start for node in path) for path in paths]
         self._keys: Tensor | None = None
@@ -128,18 +127,6 @@ class VarlenPlan:
 
 
 _ANNOUNCES_GROUPS = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
-
-
-def _paths(nodes: Sequence[Node]) -> list[tuple[Node, ...]]:
-    """The nodes from the root to each node, itself included; `nodes` in depth-first order."""
-    above: list[Node] = []
-    found = []
-    for node in nodes:
-        while above and above[-1].subtree_end <= node.start:
-            above.pop()
-        above.append(node)
-        found.append(tuple(above))
-    return found
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -50,7 +50,7 @@ TESTS = {
     "policy/learn": (
         "policy/test_pack.py algo/test_losses.py policy/test_lessons.py"
         " policy/test_mixed_trees.py policy/test_optimiser_steps.py policy/test_loss_weights.py"
-        " policy/test_imitation.py policy/test_symptoms.py policy/test_credit.py"
+        " policy/test_imitation.py policy/test_credit.py"
         " policy/test_flex.py policy/test_packed_equals_separate.py policy/test_shapes_only.py"
         " distributed/test_plan.py distributed/test_laws.py algo/test_rapo.py test_train.py"
         " cli/test_bad_input.py test_resume.py"

@@ -59,7 +59,6 @@ LEARNER = (
     "policy.learn.learner",
     "policy.learn.rows",
     "policy.learn.sharded",
-    "policy.learn.weight_files",
 )
 """The learner's mathematics. What brings several processes together is not part of it."""
 SETTINGS = ("settings.config", "Config")

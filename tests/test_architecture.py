@@ -49,7 +49,6 @@ ROOMS = {
         *("core", "settings", "explore", "tools", "runs", "rollout", "policy", "tasks"),
         *("assemble", "traces", "evals"),
     ),
-    "grove": ("core", "settings", "runs", "rollout", "session"),
     # A session's shadow in another process, with the learner alone.
     "follower": ("core", "settings", "runs", "rollout", "policy"),
     # It begins a run, and knows nothing of what a session does.
@@ -69,7 +68,7 @@ ROOMS = {
     # The public module for extensions; it loads every name from its home.
     "parts": (
         *("core", "settings", "algo", "explore", "tools", "runs", "rollout", "policy", "tasks"),
-        *("assemble", "traces", "evals", "view", "session", "grove", "launch", "train", "cli"),
+        *("assemble", "traces", "evals", "view", "session", "launch", "train", "cli"),
     ),
     # Each extension is written against the public face alone.
     "extras": ("parts",),

@@ -264,7 +264,7 @@ def test_a_buffer_that_changed_since_the_run_began_is_refused(tmp_path: Path) ->
     made(path, Trace("other", "text", 1.0, "expert", "t", 0, False))
     settings = json.loads((first.run_dir / "config.json").read_text())
     settings["run"]["num_updates"] = 2
-    with raises_code("buffer-changed"):
+    with raises_code("inputs-changed"):
         train(settings, resume=first.run_dir)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.error_codes import raises_code
-from tests.support.tiny import is_timing, tiny
+from tests.support.tiny import tiny
 
 from treegraft import (
     DataError,
@@ -28,8 +28,6 @@ from treegraft import (
     read_trees,
 )
 from treegraft.core.errors import EngineError
-from treegraft.parts import grove
-from treegraft.runs.checkpoint import read_state
 from treegraft.view.runs import RunReader
 
 SMALL = {"run": {"seed": 5}, "loss": {"graft_coef": 0.0}}
@@ -377,40 +375,3 @@ def test_a_loop_s_trees_are_recorded_for_the_viewer(tmp_path: Path) -> None:
     names = [file.name for file in RunReader(tmp_path).files()]
     assert names == ["update-000001", "update-000002"]
     assert read_trees(tmp_path) == [*trees, *trees]
-
-
-# ---------------------------------------------------------------------- until 0.9
-
-
-def untimed(metrics: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if not is_timing(key)}
-
-
-def test_a_grove_is_a_session(tmp_path: Path) -> None:
-    """The names that were in use until 0.8 warn, and do the same."""
-    config = load_config(tiny(**SMALL))
-    with opened(config) as session:
-        trees = grow(session, session.tasks[:2], 1)
-        metrics = untimed(session.pop_metrics(trees))
-        trees, _ = session.learner.learn(trees)
-        session.sync_weights(1, session.learner.weights())
-        expected = grow(session, session.tasks[:2], 2)
-    with pytest.warns(FutureWarning, match="treegraft.Session"):
-        my_grove = grove(config)
-    with my_grove:
-        trees = my_grove.grow(my_grove.tasks[:2], 1)
-        assert untimed(my_grove.take_metrics(trees)) == metrics
-        trees, _ = my_grove.learner.learn(trees)
-        my_grove.publish(my_grove.learner.weights(), 1)
-        assert my_grove.grow(my_grove.tasks[:2], 2) == expected
-        my_grove.save(tmp_path / "agent", 2)
-    assert read_state(tmp_path / "agent").update == 2
-
-    async def awaited() -> list[Tree]:
-        with pytest.warns(FutureWarning, match="treegraft.Session"):
-            my_grove = grove(config)
-        async with my_grove:
-            await my_grove.apublish(my_grove.learner.weights(), 1)
-            return await my_grove.agrow(my_grove.tasks[:2], 2)
-
-    assert [tree.task for tree in asyncio.run(awaited())] == [tree.task for tree in expected]

@@ -189,12 +189,10 @@ def test_loops() -> None:
 
     from treegraft import Session, load_config
     from treegraft.parts import (
-        Grove,
         LeafRow,
         Learner,
         NoDisplay,
         Sampling,
-        grove,
         interfaces,
         leaf_rows,
         losses,
@@ -203,8 +201,6 @@ def test_loops() -> None:
     )
 
     config = load_config("demo", ["num_leaves=4", "max_completion_tokens=24"])
-    with pytest.warns(FutureWarning):  # as a session was named until 0.8
-        assert isinstance(grove(config), Grove) and issubclass(Grove, Session)
     with Session(config) as session:
         assert isinstance(session.learner, Learner)
         trees = session.credit(session.sample(1, session.tasks[:2]))  # scored, with advantages
@@ -310,15 +306,15 @@ def test_training(tmp_path: Path) -> None:
     config: Config = load_config(small, ["run.seed=1"])
     result: RunResult = train(config, display=False)
     assert result.history[-1]["update"] == 1 and len(read_trees(result.run_dir)) == 2
-    assert RunResult.read(result.run_dir).checkpoint == result.checkpoint
+    assert RunResult.read(result.run_dir).checkpoint_dir == result.checkpoint_dir
     trust(result.run_dir)  # of a folder from elsewhere: what its settings name may run from now on
-    measured = evaluate_checkpoint(result.checkpoint, display=False)
+    measured = evaluate_checkpoint(result.checkpoint_dir, display=False)
     assert measured.num_tasks == 4 and measured.metrics["eval/accuracy"] <= 1
-    trajectory, tokenizer = answer_question(result.checkpoint, "r2 of e9 ?")
+    trajectory, tokenizer = answer_question(result.checkpoint_dir, "r2 of e9 ?")
     assert tokenizer.decode(list(trajectory.token_ids))
 
     warmed = sft({**small, "warmup": {"num_steps": 2}}, display=False)  # the same, without updates
-    assert warmed.checkpoint.is_dir() and __version__
+    assert warmed.checkpoint_dir.is_dir() and __version__
 
 
 def test_data() -> None:

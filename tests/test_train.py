@@ -26,14 +26,12 @@ from treegraft import session
 from treegraft.core import interrupt
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import WeightSource
-from treegraft.core.team import Alone
 from treegraft.core.types import BranchCause, Status, StepContent, Task, ToolCall, Tree
 from treegraft.evals.agent import answer_question
 from treegraft.evals.evaluate import evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
-from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, skill_tree
+from treegraft.policy.learn.sft import Demonstrations, demonstration_tree
 from treegraft.policy.load import load_model
 from treegraft.policy.publish import limit_for
 from treegraft.policy.tiny import build_word_tokenizer
@@ -273,7 +271,7 @@ def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
         ),
     }
     assert wanted <= lines[-1].keys()
-    assert {"warmup/loss", "warmup/skill", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
+    assert {"warmup/loss", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
     assert {"eval/gain", "eval/gain_low", "eval/gain_high"} <= lines[
         -1
     ].keys() and "eval/gain" not in lines[1]
@@ -371,66 +369,25 @@ def test_a_place_for_trees_is_looked_at_before_the_evaluation(tmp_path: Path) ->
         evaluate_checkpoint(None, config, out=tmp_path / "file" / "trees.jsonl")
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_adapters_are_merged_or_kept(merge: bool, tmp_path: Path) -> None:
-    from peft import PeftModel
+def test_adapters_are_merged_into_checkpoints(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tables: dict[str, Any] = {
-        "model": {"lora": {"rank": 4, "alpha": 8, "merge": merge}},
+        "model": {"lora": {"rank": 4, "alpha": 8}},
         "warmup": {"num_steps": 8},
     }
     run = start(tmp_path, eval={"every": 0}, **tables)
     plain = AutoModelForCausalLM.from_pretrained(run.checkpoint_dir)
-    assert (run.checkpoint_dir / "adapter").exists() is not merge
-    if not merge:
-        assert recorded_gap(plain, final_trees(run)) > 1e-3
-        plain = PeftModel.from_pretrained(plain, str(run.checkpoint_dir / "adapter"))
     assert recorded_gap(plain, final_trees(run)) < 1e-4
     found = evaluate_checkpoint(run.checkpoint_dir)
     assert found.metrics == {key: run.metrics[key] for key in found.metrics}
 
 
-@pytest.mark.parametrize(("rank", "dtype"), [(0, "bfloat16"), (4, "float32")])
-def test_training_begins_with_adapters_that_a_warm_up_kept(
-    rank: int, dtype: str, tmp_path: Path
-) -> None:
-    """With full weights, or with adapters again, the first policy is the last one of the warm-up;
-    the run can be resumed, and its checkpoint can be evaluated."""
-    from safetensors.torch import load_file
-
-    kept = {"dtype": dtype, "lora": {"rank": 4, "alpha": 8, "merge": False}}
-    none = {"run": {"num_updates": 0}, "tasks": {"num_eval": 2}}
-    warm = start(tmp_path, "warm", model=kept, warmup={"num_steps": 8}, **none)
-    base = load_file(warm.checkpoint_dir / "model.safetensors")
-    adapters = load_file(warm.checkpoint_dir / "adapter" / "adapter_model.safetensors")
-    expected = dict(base)
-    for name, weight in base.items():
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{layer}.lora_A.weight" in adapters:
-            product = adapters[f"{layer}.lora_B.weight"] @ adapters[f"{layer}.lora_A.weight"]
-            # alpha / rank = 2.
-            expected[name] = (weight + 2 * product).to(weight.dtype)
-    assert any(not torch.equal(expected[name], base[name]) for name in base)
-
-    model = {"path": str(warm.checkpoint_dir), "dtype": dtype, "lora": {"rank": rank}}
-    tables = {"model": model, "warmup": {"num_steps": 0}, "tasks": {"num_eval": 2}}
-    half = start(tmp_path, "half", **tables, run={"num_updates": 0})
-    found = load_file(half.checkpoint_dir / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    name = "trees/eval-000000-sampled.jsonl"
-    assert read_trees(half.run_dir / name) == read_trees(warm.run_dir / name)
-
-    whole = start(tmp_path, "whole", **tables, run={"num_updates": 1})
-    again = load_config(
-        tiny(**tables, run={"num_updates": 1, "name": "half", "dir": str(tmp_path)})
-    )
-    half = train(again, resume=half.run_dir)
-    others = ("config.json", "state.json")
-    assert not [one for one in differing(whole.run_dir, half.run_dir) if not one.endswith(others)]
-    measured = evaluate_checkpoint(half.checkpoint_dir).metrics
-    assert measured == {key: half.metrics[key] for key in measured}
+def test_adapters_apart_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with raises_code("adapters-apart"):
+        load_model(ModelSettings(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -852,36 +809,6 @@ def test_early_answers_follow_continue_prob(
     assert [tree.steps for tree in source.batch(3)] == [
         tree.steps for tree in Demonstrations(world, form, settings, 0).batch(3)
     ]
-
-
-def test_skill_counts_steps_without_their_deciding_token(
-    world: SearchWorld, form: TagsFormat
-) -> None:
-    task = world.warmup_tasks(1, 0)[0]
-    steps = world.expert(task, 0)
-
-    class Stub(Learner):
-        """Knows every token but those at `wrong` among the sampled ones."""
-
-        settings, device = load_config(tiny()).learn, torch.device("cpu")
-
-        def __init__(self, *wrong: int) -> None:
-            self.wrong, self._team = wrong, Alone()
-
-        def argmax(self, batch: Any) -> torch.Tensor:
-            best = batch.token_ids[batch.sampled].clone()
-            best[list(self.wrong)] += 1
-            return best
-
-    def skill(*wrong: int) -> float:
-        right, total = Stub(*wrong).right_steps([skill_tree(form, task, steps)])
-        return right / total
-
-    # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
-    # 8 and 12 decide.
-    assert skill() == skill(4, 8, 12) == 1.0
-    assert skill(0) == skill(5) == skill(9, 10, 11) == skill(14) == 0.75
-    assert skill(1, 5) == 0.5
 
 
 def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path) -> None:

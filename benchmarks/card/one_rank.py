@@ -22,8 +22,7 @@ def one_rank(
     """Holds the connection of a job of one rank, as torchrun would start it, and gives the maker of
     its learner from a whole model."""
     from treegraft.policy.learn.ranks import Ranks
-    from treegraft.policy.learn.sharded import ShardedLearner
-    from treegraft.policy.learn.weight_files import model_shape
+    from treegraft.policy.learn.sharded import ShardedLearner, model_shape
     from treegraft.settings.load import load_config
 
     given = {name: getattr(learn, name) for name in ("lr", "max_pack_tokens")}

@@ -80,9 +80,6 @@ class Parts:
     model: Any = None
     """The one to train, with its adapters, or to weigh steps with; None where none was asked for
     and once a learner has it."""
-    weight_files: Sequence[Path] | None = None
-    """From which several ranks read the model's weights by themselves; None for none, and then
-    `model` has them."""
 
     @classmethod
     @asynccontextmanager
@@ -125,7 +122,6 @@ class Parts:
                     own_engine=engine,
                     placement=placement,
                     model=loaded.model if needs in ("model", "learner") else None,
-                    weight_files=loaded.files,
                 )
                 del loaded
             yield parts
@@ -330,7 +326,9 @@ class _World:
         refuse(check(config, explorer, tools, kind))
         return cls(config, tasks, rewards, kind, tools)
 
-    def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:
+    def load_model(
+        self, path: Path | str | None, *, has_weights: bool = True, on_gpu: bool = True
+    ) -> tuple[Any, Tokenizer]:
         """Returns (model, tokenizer) of model.path, or of `path` if there is one."""
         from treegraft.policy.load import limit_threads, load_model
 
@@ -343,7 +341,11 @@ class _World:
         words = closed_vocabulary(self.tasks, self.tools, config.warmup) if is_tiny else []
         with about("model.path"):
             return load_model(
-                settings, vocabulary=words, seed=config.run.seed, has_weights=has_weights
+                settings,
+                vocabulary=words,
+                seed=config.run.seed,
+                has_weights=has_weights,
+                on_gpu=on_gpu,
             )
 
     def prompt_parts(
@@ -389,7 +391,7 @@ class _World:
             "toolbox": toolbox,
             "kind": self.kind,
             "rewards": self.rewards,
-            "load_model": lambda: self.load_model(None, has_weights=True)[0],
+            "load_model": lambda: self.load_model(None)[0],
             "scorer": build_scorer(config, self.rewards, form.written_text),
         }
 
@@ -406,8 +408,6 @@ class _Loaded:
     of_engine: Any
     """The engine's own."""
     tokenizer: Any
-    files: Sequence[Path] | None
-    """From which ranks read the weights; None for none."""
 
     @classmethod
     def of(
@@ -420,27 +420,26 @@ class _Loaded:
         num_ranks: int,
     ) -> Self:
         config = world.config
-        place, files = model_path or config.model.path, None
-        if needs == "learner" and num_ranks > 1:
-            from treegraft.policy.learn.weight_files import shardable_files
-
-            with about("model.path"):
-                files = shardable_files(config, place)
+        place = model_path or config.model.path
+        # Adapters change the model in place, so the engine's copy comes first. Another engine has
+        # its own.
+        has_copy = config.engine.kind == "native" and placement is None and engine is None
         has_weights = {
             "prompts": False,
             "model": True,
             "engine": engine is None and needs_weights(config, place),
-            "learner": files is None,
+            "learner": True,
         }
-        model, tokenizer = world.load_model(model_path, has_weights=has_weights[needs])
+        # Several ranks take their rows of it, and a GPU may not hold it whole.
+        on_gpu = has_copy or num_ranks < 2
+        model, tokenizer = world.load_model(
+            model_path, has_weights=has_weights[needs], on_gpu=on_gpu
+        )
         if needs != "learner":
-            return cls(config, place, model, model, tokenizer, files)
-        # Adapters change the model in place, so the engine's copy comes first. Another engine has
-        # its own.
-        has_copy = config.engine.kind == "native" and placement is None and engine is None
+            return cls(config, place, model, model, tokenizer)
         own = copy.deepcopy(model).requires_grad_(False) if has_copy else None
         trained = adapted(config, model)
-        return cls(config, place, trained, own or trained, tokenizer, files)
+        return cls(config, place, trained, own or trained, tokenizer)
 
     def opening(
         self, num_ranks: int, placement: Placement | None, model_path: Path | str | None

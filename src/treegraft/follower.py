@@ -48,8 +48,6 @@ class FollowedSession:
             loss = self.learner.imitate(self._ranks.share_trees(), rate, decay)
             if self._ranks.share():  # the last one
                 self.learner.forget_moments()
-                if held_out := self._ranks.share_trees():
-                    self.learner.right_steps(held_out)
             yield WarmUpStep(num_steps=0, metrics={"warmup/loss": loss}, spent={})
 
     def begin_updates(self) -> None:
@@ -73,7 +71,6 @@ class FollowedSession:
         spent = self._ranks.share()
         own, lessons = self._ranks.share_trees(), self._ranks.share_trees()
         self.learner.learn(own, lessons, spent)
-        follow(self.learner, self._ranks)
         return Trees()
 
     def sync_weights(self, version: int) -> None:
@@ -112,9 +109,8 @@ class FollowedRun:
 
     def _save(self) -> None:
         """Writes this rank's part of the checkpoints that rank 0 writes here."""
-        keep_adapter = not self._session.config.model.lora.merge
         while (place := self._ranks.share()) is not None:
-            self._session.learner.save(Path(place), keep_adapter=keep_adapter)
+            self._session.learner.save(Path(place))
 
     def is_warm_up_evaluation_due(self) -> bool:
         """Returns what rank 0's does."""

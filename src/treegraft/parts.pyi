@@ -41,8 +41,6 @@ from treegraft.core.workers import WorkerPool as WorkerPool
 from treegraft.evals import measuring as measuring
 from treegraft.explore.entropy import EntropyBranching as EntropyBranching
 from treegraft.explore.independent import Independent as Independent
-from treegraft.grove import Grove as Grove
-from treegraft.grove import grove as grove
 from treegraft.policy.engine import served as served
 from treegraft.policy.learn.learner import Learner as Learner
 from treegraft.policy.learn.rows import LeafRow as LeafRow

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from treegraft.assemble import Parts, adapted, training_explorer
-from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving, present
@@ -30,7 +29,6 @@ from treegraft.core.interfaces import (
     Display,
     Engine,
     LearnerLike,
-    LogprobScorer,
     Retriever,
     Tokenizer,
     WeightSource,
@@ -74,8 +72,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Of a policy: those of a learner, or tensors by name."""
-DIAGNOSED_EVERY = 5
-"""Updates from one diagnosis to the next, which takes some forward passes."""
 SAVED = Path("treegraft")
 """In a checkpoint of a session without a run folder: the reference of its KL term, and the trees of
 the groups that it replays."""
@@ -536,8 +532,7 @@ class Session:
         if team.size > 1:
             from treegraft.policy.learn.sharded import build_learner
 
-            files = parts.weight_files
-            learner = build_learner(cast("Ranks", team), config, model, files, self._checkpoint)
+            learner = build_learner(cast("Ranks", team), config, model, self._checkpoint)
         else:
             from treegraft.policy.learn.learner import Learner
 
@@ -623,33 +618,12 @@ class Session:
                 "time/warmup_cpu_s": time.process_time() - cpu_began,
             }
             self.num_warm_up_steps = step + 1
-            metrics = {"warmup/loss": loss}
             if team.share(step + 1 == settings.num_steps):
                 # AdamW's moments of imitation would go on pushing in its direction in the first
                 # updates.
                 learner.forget_moments()
-                metrics |= self._held_out_skill()
-            yield WarmUpStep(num_steps=step + 1, metrics=metrics, spent=spent)
+            yield WarmUpStep(num_steps=step + 1, metrics={"warmup/loss": loss}, spent=spent)
         team.share(None)
-
-    def _held_out_skill(self) -> dict[str, float]:
-        """warmup/skill, if the expert solves held-out tasks."""
-        from treegraft.policy.learn.sft import skill_tree
-
-        parts = self.parts
-        solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
-        held_out = [(task, steps) for task, steps in solved if steps]
-        if parts.show is not None:
-            try:
-                held_out = self._wait(_awaited, parts.show(held_out))
-            except DataError as error:  # of a measurement alone, after all the work
-                self._within.display.warn(f"warmup/skill is not measured: {error}")
-                held_out = []
-        trees = [skill_tree(parts.format, task, steps) for task, steps in held_out]
-        if not self._within.team.share_trees(trees):
-            return {}
-        right, total = self.learner.right_steps(trees)
-        return {"warmup/skill": right / max(1, total)}
 
     # ------------------------------------------------------------------ one update
 
@@ -762,18 +736,8 @@ class Session:
             kept, self._learned = self.learner.learn(mixed, chosen, budget_used)
             own = own.changed(self._replay.take_fresh(update, kept))
         self._last = own
-        with self.clock("symptoms"), measuring(self.learner, self._within.team) as scorer:
-            if update % DIAGNOSED_EVERY == 0:
-                self._diagnose(own, scorer)
         self.remember(own.sampled, update)
         return own
-
-    def _diagnose(self, trees: Sequence[Tree], scorer: LogprobScorer) -> None:
-        from treegraft.policy.learn.symptoms import symptoms
-
-        has_own = self.config.loss.old_logprobs == "learner"
-        tools = self.parts.toolbox.tools
-        self._learned |= symptoms(scorer, trees, self.parts.format, tools, has_own_scores=has_own)
 
     def lessons(self, trees: Sequence[Tree], update: int) -> list[Tree]:
         """Returns the stored successes that `Learner.learn` imitates beside the trees of an update,
@@ -952,10 +916,13 @@ class Session:
         return found
 
     def input_places(self) -> dict[str, str]:
-        """Returns where the session reads them from, for messages."""
-        found = {} if self._imitated is None else {"demonstrations": f" in '{self._imitated[0]}'"}
+        """Returns what messages call them."""
+        found = {"tasks": "the set of tasks"}
+        if self._imitated is not None:
+            found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:
-            found["buffer"] = str(self.buffer.file)
+            file = self.buffer.file
+            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces, vectors or evictions)"
         return found
 
     def replayed(self) -> Sequence[str]:
@@ -986,7 +953,6 @@ class Session:
             tokenizer=self.parts.tokenizer,
             state=state,
             config_json=config_json(self.config),
-            keep_adapter=not self.config.model.lora.merge,
             write_more=self._save_more if self._is_own else None,
         )
 

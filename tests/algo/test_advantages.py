@@ -294,26 +294,6 @@ def test_hard_attribution_by_hand() -> None:
     assert all(step.advantage is None for step in soft.steps)
 
 
-def test_hard_attribution_leaves_failed_trajectories_out() -> None:
-    """0.0 has a failed leaf beside one of advantage 1/2; 0.1 leads to a failed one only."""
-    first = Part.of("s", Part("s", reward=1.0), Part("s", status=Status.FAILED))
-    second = Part.of("s", Part("", status=Status.FAILED))
-    tree = build_tree(Part.of("p", first, second, Part("s", reward=0.0)))
-    carried = {
-        step.id: step.advantage
-        for step in assign_credit(tree, advantage="dr_grpo", attribution="hard").steps
-    }
-    assert carried == {
-        "0": None,
-        "0.0": 0.5,
-        "0.0.0": 0.5,
-        "0.0.1": None,
-        "0.1": None,
-        "0.1.0": None,
-        "0.2": -0.5,
-    }
-
-
 @given(mixed_trees())
 @at_most(60)
 def test_hard_attribution_is_the_mean_below(tree: Tree) -> None:

@@ -27,127 +27,72 @@ from treegraft.algo.losses import (
 
 
 def surrogate(
-    ratio: float, advantage: float, dual_clip: float | None = None
+    ratio: float, advantage: float, dual_clip: float | None = None, shaping: float | None = None
 ) -> tuple[float, float, bool]:
     """Loss, its derivative after the new log-probability, and whether it was clipped, at clip 0.2
     low and 0.3 high."""
     new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    old = torch.zeros(1, dtype=torch.float64)
     terms = clipped_surrogate(
         new,
-        old,
+        torch.zeros(1, dtype=torch.float64),
         torch.tensor([advantage], dtype=torch.float64),
         clip_low=0.2,
         clip_high=0.3,
         dual_clip=dual_clip,
+        shaping=None if shaping is None else torch.tensor([shaping], dtype=torch.float64),
     )
     terms.losses.sum().backward()
     assert new.grad is not None
+    # ρ, not r̂, up to where log-ratios are held.
+    assert float(terms.ratios) == pytest.approx(min(ratio, math.exp(20.0)))
     return float(terms.losses.detach()), float(new.grad), bool(terms.is_clipped)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
+    ("ratio", "advantage", "more", "loss", "gradient", "is_clipped"),
     [
         # l = -ρA inside the trust region; dl/dlogπ = -ρA.
-        (1.0, 2.0, -2.0, -2.0, False),
-        (1.1, 2.0, -2.2, -2.2, False),
-        (1.0, -2.0, 2.0, 2.0, False),
+        (1.0, 2.0, (), -2.0, -2.0, False),
+        (1.1, 2.0, (), -2.2, -2.2, False),
+        (1.0, -2.0, (), 2.0, 2.0, False),
         # Above it with A > 0: held at 1.3, no gradient. Below it with A > 0: min takes the
         # unclipped side.
-        (1.5, 2.0, -2.6, 0.0, True),
-        (0.5, 2.0, -1.0, -1.0, False),
+        (1.5, 2.0, (), -2.6, 0.0, True),
+        (0.5, 2.0, (), -1.0, -1.0, False),
         # With A < 0 the other way round: held at 0.8 from below, unbounded above.
-        (0.5, -2.0, 1.6, 0.0, True),
-        (1.5, -2.0, 3.0, 3.0, False),
+        (0.5, -2.0, (), 1.6, 0.0, True),
+        (1.5, -2.0, (), 3.0, 3.0, False),
         # Ends differ: 1.25 lies above 1.2 but below 1.3.
-        (1.25, 1.0, -1.25, -1.25, False),
-        (1.4, 0.0, 0.0, 0.0, False),
+        (1.25, 1.0, (), -1.25, -1.25, False),
+        (1.4, 0.0, (), 0.0, 0.0, False),
+        # Dual clip, c = 3: at most 3 |A|, after the ordinary clip and for A < 0 alone.
+        (5.0, -2.0, (3.0,), 6.0, 0.0, True),
+        (2.9, -2.0, (3.0,), 5.8, 5.8, False),
+        (0.5, -2.0, (3.0,), 1.6, 0.0, True),
+        (5.0, 2.0, (3.0,), -2.6, 0.0, True),
+        # Shaping 1.25: the clip acts on 1.25 ρ (RAPO, eq. 11).
+        (1.0, 2.0, (None, 1.25), -2.5, -2.5, False),
+        (1.1, 2.0, (None, 1.25), -2.6, 0.0, True),  # 1.375 is held at 1.3
+        (1.0, -2.0, (None, 1.25), 2.5, 2.5, False),
+        (0.7, -2.0, (None, 1.25), 1.75, 1.75, False),  # 0.875 is above 0.8
+        (0.6, -2.0, (None, 1.25), 1.6, 0.0, True),  # 0.75
+        (0.6, 2.0, (None, 1.25), -1.5, -1.5, False),
+        # Both, c = 2.5: the bound stands at ρ = 2, and a tie keeps the gradient.
+        (1.9, -2.0, (2.5, 1.25), 4.75, 4.75, False),
+        (2.0, -2.0, (2.5, 1.25), 5.0, 5.0, False),
+        (2.1, -2.0, (2.5, 1.25), 5.0, 0.0, True),
     ],
 )
-def test_clipping(
-    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
+def test_clips_by_hand(
+    ratio: float,
+    advantage: float,
+    more: tuple[float | None, ...],
+    loss: float,
+    gradient: float,
+    is_clipped: bool,
 ) -> None:
-    assert surrogate(ratio, advantage) == (pytest.approx(loss), pytest.approx(gradient), is_clipped)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
-    [
-        (5.0, -2.0, 6.0, 0.0, True),  # c = 3: at most 3 |A|
-        (2.9, -2.0, 5.8, 5.8, False),
-        (0.5, -2.0, 1.6, 0.0, True),  # the ordinary clip acts first
-        (5.0, 2.0, -2.6, 0.0, True),  # for A > 0 there is no dual clip
-    ],
-)
-def test_dual_clip(
-    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
-) -> None:
-    assert surrogate(ratio, advantage, dual_clip=3.0) == (
-        pytest.approx(loss),
-        pytest.approx(gradient),
-        is_clipped,
-    )
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
-    [
-        # Shaping 1.25 on ends 0.8 and 1.3: the clip acts on 1.25 ρ (RAPO, eq. 11).
-        (1.0, 2.0, -2.5, -2.5, False),
-        (1.1, 2.0, -2.6, 0.0, True),  # 1.375 is held at 1.3, where ρ alone would not be
-        (1.0, -2.0, 2.5, 2.5, False),
-        (0.7, -2.0, 1.75, 1.75, False),  # 0.875 is above 0.8, where ρ alone is below
-        (0.6, -2.0, 1.6, 0.0, True),  # 0.75
-        (0.6, 2.0, -1.5, -1.5, False),
-    ],
-)
-def test_shaping_comes_before_the_clip(
-    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
-) -> None:
-    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    columns = (torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
-    shaping = torch.tensor([1.25], dtype=torch.float64)
-    terms = clipped_surrogate(new, *columns, clip_low=0.2, clip_high=0.3, shaping=shaping)
-    terms.losses.sum().backward()
-    assert new.grad is not None
-    assert (float(terms.losses.detach()), float(new.grad)) == (
-        pytest.approx(loss),
-        pytest.approx(gradient),
-    )
-    assert bool(terms.is_clipped) == is_clipped
-    assert float(terms.ratios) == pytest.approx(ratio)  # ρ, not r̂
-
-
-@pytest.mark.parametrize(
-    ("ratio", "loss", "gradient", "is_clipped"),
-    [
-        # Shaping 1.25 and c = 2.5: the bound stands at ρ = 2.
-        (1.9, 4.75, 4.75, False),
-        (2.0, 5.0, 5.0, False),  # a tie keeps the gradient
-        (2.1, 5.0, 0.0, True),
-    ],
-)
-def test_dual_clip_acts_on_the_shaped_ratio(
-    ratio: float, loss: float, gradient: float, is_clipped: bool
-) -> None:
-    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    terms = clipped_surrogate(
-        new,
-        torch.zeros(1, dtype=torch.float64),
-        torch.tensor([-2.0], dtype=torch.float64),
-        clip_low=0.2,
-        clip_high=0.3,
-        dual_clip=2.5,
-        shaping=torch.tensor([1.25], dtype=torch.float64),
-    )
-    terms.losses.sum().backward()
-    assert new.grad is not None
-    assert (float(terms.losses.detach()), float(new.grad), bool(terms.is_clipped)) == (
-        pytest.approx(loss),
-        pytest.approx(gradient),
-        is_clipped,
-    )
+    expected = (pytest.approx(loss), pytest.approx(gradient), is_clipped)
+    assert surrogate(ratio, advantage, *more) == expected
 
 
 @pytest.mark.parametrize(

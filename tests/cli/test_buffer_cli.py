@@ -15,8 +15,6 @@ import pytest
 from tests.support.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
-from treegraft.cli.build import RETIRED
-from treegraft.settings.config import known_settings
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
@@ -218,8 +216,6 @@ def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[st
             "nothing was imported into b",
         ),
         (("import", "good.jsonl", "learn.lr=1", "--into", "b"), 2, "'learn.lr=1' would have no"),
-        (("import", "x", "--keep", "2"), 2, "write buffer.build.num_best=2 instead"),
-        (("import", "x", "--min-reward=0"), 2, "write buffer.build.min_reward=0 instead"),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
         (
             ("build", "recipe.json", "b", "buffer.build.temperature=1"),
@@ -239,21 +235,6 @@ def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         (("build", "recipe.json", "b", "buffer.encoder=hashin"), 2, "hashin"),
         (("build", "recipe.json", "b", "learn.rl=1"), 2, "learn.rl"),
-        (
-            ("build", "recipe.json", "b", "--temperature", "0.7"),
-            2,
-            "--temperature is gone since 0.8; write buffer.build.temperature=0.7 instead",
-        ),
-        (
-            ("build", "recipe.json", "b", "--samples=2"),
-            2,
-            "--samples is gone since 0.8; write buffer.build.num_samples=2 instead",
-        ),
-        (
-            ("build", "recipe.json", "b", "--out", "a b"),
-            2,
-            "write treegraft buffer build RECIPE 'a b' instead",
-        ),
         (("build", "recipe.json", "text", "buffer.encoder=hashing"), 2, "Step-Trace Buffer"),
         (("build", "recipe.json"), 2, "OUT: got none, and the recipe's buffer.path is ''"),
     ],
@@ -279,11 +260,6 @@ def test_bad_input_is_one_paragraph(
     assert message in " ".join(error.split())
     assert "Traceback" not in error
     assert not list(Path().glob("b*"))  # nothing half-made is left behind
-
-
-def test_every_option_that_is_gone_names_a_setting_that_there_is() -> None:
-    for option, instead in RETIRED.items():
-        assert option == "--out" or instead.removesuffix("={}") in known_settings()
 
 
 def test_the_best_of_each_task_are_imported(treegraft: Run, tmp_path: Path) -> None:

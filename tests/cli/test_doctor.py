@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
-from treegraft.cli.doctor import data_files, examine, import_paths, num_cpus
+from treegraft.cli.doctor import data_files, examine, import_paths
 from treegraft.cli.memory import Place, memory_of, needed
 from treegraft.core.errors import SettingError
 from treegraft.core.finding import Finding
@@ -46,7 +46,7 @@ def test_doctor_without_and_with_a_recipe(
     recipe.write_text("[run]\nseed = 5\n[warmup]\nnum_steps = 2\n")
     assert run(monkeypatch, recipe, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["memory"]["sum"]["is_good"] and "learner" in found["what runs where"]
+    assert found["memory"]["sum"]["is_good"] and found["first tasks"]
 
 
 def test_doctor_finds_what_is_missing(
@@ -167,7 +167,7 @@ def test_a_server_that_sleeps_and_a_pass_share_their_room() -> None:
     )
     assert not estimate(config, 8)["sum"].is_good
     found = estimate(load_config(config, ["engine.vllm.sleep=true"]), 8)
-    assert found["sum"].is_good and found["never there at once"].value == "-19.5 GB"
+    assert found["sum"].is_good and found["servers"].value == "42.9 GB"
 
 
 def test_servers_count_on_the_gpus_of_ranks_alone() -> None:
@@ -175,23 +175,21 @@ def test_servers_count_on_the_gpus_of_ranks_alone() -> None:
     assert "servers" not in estimate(load_config(SEVEN, apart), 4)
     elsewhere = [BESIDE[0], 'engine.vllm.servers=["http://a:1"]']
     assert "servers" not in estimate(load_config(SEVEN, elsewhere), 4)
-    # Eight servers on four GPUs; with cache_gb each takes the weights, the cache and a reserve.
-    cached = load_config(SEVEN, [*BESIDE, "engine.vllm.cache_gb=3"])
-    weights = 2 * shaped(cached).num_weights
-    taken = needed(cached, shaped(cached), Place.planned(cached, 4, "H200"))["servers"]
-    assert taken == 2 * (weights + 3e9 + ModelShape.RESERVED)
+    # Eight servers on four GPUs are two on each.
+    two = load_config(SEVEN, [*BESIDE, SHARE])
+    assert needed(two, shaped(two), Place.planned(two, 4, "H200"))["servers"] == pytest.approx(
+        2 * 0.54 * 141e9
+    )
     # All GPUs but those of servers hold ranks.
     named = load_config(SEVEN, [BESIDE[0], 'engine.vllm.gpus=["6,7"]'])
     assert Place.planned(named, 8, "H100").num_ranks == 6
 
 
-def test_what_does_not_fit_names_settings_that_do() -> None:
+def test_what_does_not_fit_names_settings_that_take_less() -> None:
     config = load_config(SEVEN)
-    total = estimate(config, 1)["sum"]
-    assert not total.is_good and "It would fit" in total.note
-    changes = [one for one in total.note.split() if "=" in one]
-    assert "model.lora.rank=16" in changes
-    assert estimate(load_config(config, changes), 1)["sum"].is_good
+    total = estimate(config, 1, "H200")["sum"]
+    assert not total.is_good and "model.lora.rank=16" in total.note
+    assert estimate(load_config(config, ["model.lora.rank=16"]), 1, "H200")["sum"].is_good
     assert estimate(config, 8)["sum"].is_good
 
 
@@ -218,14 +216,12 @@ def test_the_command_estimates_cards_that_are_not_here(
     found = json.loads(capsys.readouterr().out)
     assert "each H200 has 141.0 GB" in found["memory"]["sum"]["note"]
     assert found["verdict"]["value"].startswith("does not fit; ")
-    assert found["what runs where"]["learner"]["value"] == "H200, bfloat16"
     for unknown in ("V100", "V100:32", "H100:", "H100:0", "H100:80GB", "H100:-1"):
         with raises_code("unknown-card"):
             examine(load_config(path), num_gpus=1, gpu=unknown)
     assert Place.planned(Config(), 1, "a100:40").limit == 40e9
-    for words, part in ((["--gpu", "H200"], "without --gpus"), (["--gpu-memory", "80"], "H100:80")):
-        done = CliRunner().invoke(cli.app, ["doctor", str(path), *words])
-        assert isinstance(done.exception, SettingError) and part in str(done.exception)
+    done = CliRunner().invoke(cli.app, ["doctor", str(path), "--gpu", "H200"])
+    assert isinstance(done.exception, SettingError) and "without --gpus" in str(done.exception)
 
 
 def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,17 +290,11 @@ def on_cpu(free_gb: float) -> Place:
     return Place(room=room, num_gpus=0, num_ranks=1)
 
 
-def test_too_little_memory_is_said_with_the_settings_that_help() -> None:
+def test_too_little_memory_is_said() -> None:
     # What is free counts, not what there is.
     *_, total = memory_of(Config(), shaped(Config()), on_cpu(0.25))
     assert not total.is_good and "268 MB of 25.8 GB" in total.note
-    assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
-    # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
-    config = load_config({"model": {"path": "shape:qwen2.5-1.5b"}})
-    *_, total = memory_of(config, shaped(config), on_cpu(22))
-    changes = [one for one in total.note.partition("It would fit")[2].split() if "=" in one]
-    assert "model.lora.rank=16" in changes
-    assert memory_of(load_config(config, changes), shaped(config), on_cpu(22))[-1].is_good
+    assert "learn.max_pack_tokens=2048" in total.note
 
 
 def test_the_gpu_s_own_memory_counts_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +318,6 @@ def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
 
 def test_threads_are_those_that_torch_will_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
-    assert doctor.num_threads() == doctor.num_threads(Config()) == 1
-    found = {one.name: one for one in doctor.placement(Config())}
-    assert found["learner"].value == "CPU, 1 thread, float32"
-    assert doctor.num_threads(load_config({"run": {"num_threads": 3}})) == 3
+    assert doctor.num_threads() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert doctor.num_threads() == num_cpus()
+    assert doctor.num_threads() >= 1

@@ -60,8 +60,8 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known = {name.partition(".")[0] for name in OPTIONAL} | {"vllm"}
     # What mcp brings.
     known |= {"mcp_types", "httpx2"}
-    # Of a notebook itself, and what `history.frame()` asks for in a sentence of its own.
-    known |= {"IPython", "pandas"}
+    # Of a notebook itself.
+    known |= {"IPython"}
     # Of the standard library from Python 3.14 on.
     known |= {"compression"}
     brought, unknown = required(), []

@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_job_and_fewer_ranks_go_on(tmp_path: Path) -> Non
         error = next(line for line in lines if line.startswith("error: "))
         list(lines)
         assert time.monotonic() - began < 15.0
-        said = rf"rank 1 \(\S+, process {ranks[1]}\) has ended: no last words; it was at '\w+'"
+        said = rf"rank 1 \(\S+, process {ranks[1]}\) has ended: no last words"
         assert re.search(said, error) and "--resume" in error
         deadline = time.monotonic() + 10.0
         while any(map(is_alive, ranks)):
@@ -187,25 +187,6 @@ def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: P
         assert mine.get("learn/engine_gap", 0.0) < 1e-4
 
 
-@pytest.mark.slow
-def test_the_spans_of_a_rank_hang_below_the_first_one_s(tmp_path: Path) -> None:
-    with job(tmp_path, "demo", "run.num_updates=3", "track.spans=file", *SMALL) as (_, _, lines):
-        assert "finished run" in "".join(lines)
-    folder = tmp_path / "run"
-    assert updates(folder) == [0, 1, 2, 3]
-    spans = {}
-    for name in ("spans-rank-0.jsonl", "spans-rank-1.jsonl"):
-        for text in (folder / name).read_text(encoding="utf-8").splitlines():
-            one = json.loads(text)
-            spans[one["context"]["span_id"]] = one
-    learned = [
-        one
-        for one in spans.values()
-        if one["name"] == "learn" and one["resource"]["attributes"]["treegraft.role"] == "rank 1"
-    ]
-    assert [spans[one["parent_id"]]["name"] for one in learned] == ["learn"] * 3
-
-
 SCRIPT = """
 import json, sys
 from tests.support.tiny import tiny
@@ -268,7 +249,7 @@ def test_ranks_learn_a_given_model_by_a_given_objective(
     assert [calls for calls, _ in (alone, *both)] == [True, True, True]
     assert [norm for _, norm in both] == pytest.approx([alone[1]] * 2, rel=1e-5)
     one, two = (
-        AutoModelForCausalLM.from_pretrained(RunResult.read(tmp_path / place / "a").checkpoint)
+        AutoModelForCausalLM.from_pretrained(RunResult.read(tmp_path / place / "a").checkpoint_dir)
         for place in ("one", "two")
     )
     for name, weights in two.state_dict().items():

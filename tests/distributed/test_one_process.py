@@ -12,28 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from tests.distributed.laws import settings, some_trees
 from tests.support.families import build_model
 from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local_tensor_mode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.plan import plan_passes
 from treegraft.policy.learn.ranks import Ranks
-from treegraft.policy.learn.sharded import ShardedLearner
-from treegraft.policy.learn.tree_attention import PackedPlan
-from treegraft.policy.learn.weight_files import WeightFiles, meta_model, model_shape
+from treegraft.policy.learn.sharded import ShardedLearner, meta_model, model_shape
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import ModelShape, published_shape
 from treegraft.policy.shards import TensorFiles, local_rows
@@ -61,26 +56,18 @@ def one_of(rank: int, size: int) -> Iterator[OneOf]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    save_file(dict(build_model("llama").state_dict()), folder / "model.safetensors")
-    return folder
-
-
-def learner_of(ranks: OneOf, saved: Path, **tables: Any) -> ShardedLearner:
-    """The learner of a rank, which reads its rows of the weights from their files."""
-    config = settings(**tables)
-    shape = model_shape(build_model("llama"))
-    files = WeightFiles([saved / "model.safetensors"], shape, config.model.dtype)
-    return ShardedLearner(ranks, shape, config, files=files)
+def learner_of(ranks: OneOf, **tables: Any) -> ShardedLearner:
+    """The learner of a rank. Nothing is broadcast, so each has the whole model to take its rows
+    of."""
+    model = build_model("llama")
+    return ShardedLearner(ranks, model_shape(model), settings(**tables), source=model)
 
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_rows_checksums_and_checkpoints_of_all_ranks_are_the_whole(
-    size: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's rows are those of the files; the sums over the ranks' parts are the checksum; the
+    """Each rank's rows are those of the model; the sums over the ranks' parts are the checksum; the
     ranks' files of moments hold every row once. With 64 ranks most hold no row of most weights."""
     whole = plain_weights(build_model("llama"))
     (tmp_path / "treegraft").mkdir()
@@ -93,13 +80,13 @@ def test_rows_checksums_and_checkpoints_of_all_ranks_are_the_whole(
     )
     for rank in range(size):
         with one_of(rank, size) as ranks:
-            learner = learner_of(ranks, saved)
+            learner = learner_of(ranks)
             for name, weight in learner.model.named_parameters():
                 local, first = local_rows(weight)
                 assert torch.equal(local, whole[name][first : first + len(local)])
                 seen[name] += len(local)
             learner.fingerprint()
-            learner.save(tmp_path, keep_adapter=False)
+            learner.save(tmp_path)
     named = dict(build_model("llama").named_parameters())
     assert all(seen[name] == len(weight) for name, weight in named.items())
     total = torch.stack(sums).sum(dim=0).tolist()
@@ -118,7 +105,7 @@ def test_rows_checksums_and_checkpoints_of_all_ranks_are_the_whole(
 
 @pytest.mark.parametrize(("size", "ranks_tried"), [(8, (0, 3, 7)), (64, (0, 63))])
 def test_every_rank_makes_its_part_of_the_plan(
-    size: int, ranks_tried: tuple[int, ...], saved: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, ranks_tried: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank makes as many passes as any other, though not all have trees for each; after them its
     moments are as large as its rows, and what it streams has the model's names, shapes and type."""
@@ -135,7 +122,7 @@ def test_every_rank_makes_its_part_of_the_plan(
     }
     for rank in ranks_tried:
         with one_of(rank, size) as ranks:
-            learner = learner_of(ranks, saved, model={"dtype": "bfloat16"})
+            learner = learner_of(ranks, model={"dtype": "bfloat16"})
             kept, metrics = learner.learn(trees)
             assert len(kept) == len(trees) and metrics["learn/num_optimiser_steps"] > 0
             rows = {
@@ -211,7 +198,7 @@ def test_eight_ranks_at_once_sum_their_gradients_and_step_alike(
 
     monkeypatch.setattr(ShardedLearner, "_fill", fill)
     config = settings()
-    monkeypatch.setattr(scores, "PackedPlan", partial(PackedPlan, compile_kernels=False))
+    monkeypatch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: None)
     batch = pack_trees(some_trees(1))
     source, plain = (build_random_model(EVEN, torch.float32, 0).eval() for _ in range(2))
     one = Learner(plain, config.learn, config.loss, length_constant=7)

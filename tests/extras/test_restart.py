@@ -56,7 +56,6 @@ from treegraft.extras.methods.prefix import (
 )
 from treegraft.extras.methods.tree_search import TREE_GRPO
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.symptoms import _first_step, _first_success
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.settings.explore import BufferSettings
@@ -701,16 +700,3 @@ def test_together_with_an_explorer_of_ones_own() -> None:
     both = Composed([UniformPrefix(PrefixSettings(num_restarts=2)), Independent()])
     assert restarts_of(grow(make(both, retriever=Kept(THREE)))).get(0) == 2
     assert not isinstance(Composed([Independent()]), Restarting)
-
-
-def test_symptoms_are_measured_on_own_tokens() -> None:
-    """The first step at the prompt, not the first below stored steps; a success of its own."""
-    tree = restarted(
-        Part.of("rr", Part("ss", reward=1.0)), Part.of("rrr", reward=1.0), Part("sss", reward=1.0)
-    )
-    assert (_first_step(tree) or tree.root).id == "0.2"
-    right = tuple(replace(leaf, is_correct=True) for leaf in tree.leaves[1:])
-    steps = [replace(s, old_logprobs=(0.0,) * len(s.token_ids)) for s in tree.steps[:1]]
-    steps += [step for step in tree.steps[1:] if not step.id.startswith("0.0")]
-    own = _first_success(replace(tree, steps=tuple(steps), leaves=right))
-    assert own is not None and own.leaf.step_id == "0.2"

@@ -131,7 +131,6 @@ def test_a_failing_tracker_is_named_once_and_catches_up(tmp_path: Path) -> None:
     trackers = Trackers({"own": Own}, tmp_path, [], said.append, said.append)
     for update in range(8):
         trackers.log(update, {"policy_version": float(update)}, [])
-    # Tried at 0, 1, 3 and 7: the pauses are 1, 2 and 4 updates.
     assert [text for text in said if "fault" in text] == [
         "tracker 'own' failed (ValueError: fault 1); the run goes on, metrics.jsonl has everything,"
         " and later updates try again"

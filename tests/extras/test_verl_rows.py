@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
 from typer.testing import CliRunner
 
@@ -63,14 +62,6 @@ def test_refused_in_a_recipe(override: str) -> None:
     name = re.escape(REFUSED[override])
     with pytest.raises(SettingError, match=rf"^{name}: got .* expected .*inside verl"):
         check_recipe(recipe(override))
-
-
-def test_adapters_that_verl_would_not_load_are_refused(tmp_path: Path) -> None:
-    own = recipe(f"model.path={tmp_path}")
-    check_recipe(own)
-    (tmp_path / "adapter").mkdir()
-    with raises_code("host-adapters-apart"):
-        check_recipe(own)
 
 
 def test_kl_beside_unequal_weights_is_refused() -> None:

@@ -31,12 +31,12 @@ from treegraft.policy.learn.flex import (
     compiled_flex,
     flex_attend,
     flex_distance,
-    node_positions,
+    paths_of,
     prove_flex,
     proven_flex,
     tree_block_mask,
 )
-from treegraft.policy.learn.pack import Node, TreeBatch, columns_of, pack_trees
+from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of, pack_trees
 from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
 
@@ -69,7 +69,7 @@ def seen_by(nodes: list[Node], window: int | None) -> list[str]:
 def test_a_mask_by_hand() -> None:
     """A prompt of two tokens with branches of two and one, and another tree of one token."""
     nodes = [Node(0, 2, 5), Node(2, 4, 4), Node(4, 5, 5), Node(5, 6, 6)]
-    assert node_positions(nodes) == [0, 2, 2, 0]
+    assert [len(path) for path in paths_of(nodes)] == [1, 2, 2, 1]
     assert seen_by(nodes, None) == [
         "x.....",
         "xx....",
@@ -187,11 +187,11 @@ def test_a_cap_of_scores_can_be_compiled() -> None:
         assert proven_flex(shape, torch.float32, CPU, 401).problem == ""
 
 
-def test_a_tree_too_large_for_a_dense_mask_is_refused_on_a_gpu(
+def test_a_path_too_long_for_a_mask_is_refused_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shapes alone: the refusal comes before anything is computed."""
-    tree = probe_tree(4097)
+    tree = PackedTree(0, 4097, (Node(0, 4097, 4097),))
     monkeypatch.setattr(attention, "proven_flex", lambda *_: Proof(None, "FlexAttention failed"))
     columns = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -233,7 +233,7 @@ def test_what_fails_or_is_off_is_not_used(
     makers.append(made)
     with caplog.at_level(logging.WARNING):
         assert proven_flex(SHAPE, torch.float32, CPU, 401).flex is None
-    assert notice in caplog.text and "dense masks" in caplog.text
+    assert notice in caplog.text and "gathered keys" in caplog.text
 
 
 def test_what_lacks_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

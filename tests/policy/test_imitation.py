@@ -365,7 +365,7 @@ def test_law_16_demonstrations_do_not_change_unseen(tmp_path: Path) -> None:
             """UPDATE traces SET value = replace(value, '"body":"e1', '"body":"e2')"""
         )
     connection.close()
-    with raises_code("demonstrations-changed"):
+    with raises_code("inputs-changed"):
         sft(None, resume=run, display=False)
     assert sft(None, resume=run, accepts_changes=True, display=False).metrics["warmup/num_steps"]
 

@@ -235,7 +235,7 @@ def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param != "rowwise":
         attend_by(request.param, monkeypatch)
     else:
-        monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
+        monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
     return str(request.param)
 
 
@@ -261,7 +261,7 @@ def test_law_1_however_it_is_run(path_kind: str) -> None:
     st.sampled_from(["soft", "hard"]),
     st.sampled_from(IMITATED),
     st.booleans(),
-    st.sampled_from(list(WAYS)),
+    st.sampled_from(WAYS),
 )
 @settings(max_examples=15, deadline=None)
 def test_law_1_on_random_mixed_trees(

@@ -4,7 +4,6 @@ adapters."""
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import transformers
 from tests.support.error_codes import raises_code
 from tests.support.families import NO_KV, SHAPE, build_model, word_tokenizer
 from tests.support.slow_learner import (
+    attend_by,
     example_trees,
     make_learner,
     plain_scores,
@@ -308,13 +308,11 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("way", ["kernels", "gathered"])
 def test_learning_does_not_depend_on_torchs_default_type(
-    has_kernels: bool, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By kernels, and by flash attention on torch's operators."""
-    limited = functools.partial(scores.PackedPlan, dense_limit=0, compile_kernels=has_kernels)
-    monkeypatch.setattr(scores, "PackedPlan", limited)
+    attend_by(way, monkeypatch)
     models = [build_model("llama") for _ in range(2)]
 
     def learned(model: torch.nn.Module) -> tuple[list[Tree], dict[str, torch.Tensor]]:

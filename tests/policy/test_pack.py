@@ -14,6 +14,7 @@ from tests.support.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Status, Tree
+from treegraft.policy.learn.dense import tree_mask
 from treegraft.policy.learn.pack import (
     Node,
     num_imitated_tokens,
@@ -22,7 +23,6 @@ from treegraft.policy.learn.pack import (
     plan_packs,
     split_tree,
 )
-from treegraft.policy.learn.tree_attention import tree_mask
 
 QUICK = at_most(60)
 
@@ -245,43 +245,6 @@ def test_grafts_that_did_not_pay_are_not_packed() -> None:
     assert pack_trees([taught(1.0, 0.0, 0.0, 0.0)]).imitated is None
 
 
-def test_trajectories_without_loss_teach_nothing() -> None:
-    """A truncated one did better than its group; where truncated ones carry no loss, its graft's
-    imitated text is not packed."""
-    graft = Part.of("r", Part("s", reward=1.0, status=Status.TRUNCATED), lesson=2)
-    tree = build_tree(Part.of("p", Part.of("s", graft), Part("s", reward=0.0)))
-    assert num_imitated_tokens(assign_credit(tree)) == 2
-    assert num_imitated_tokens(assign_credit(tree, learn_from_truncated=False)) == 0
-
-
-def test_grafts_side_by_side_have_an_imitated_text_each() -> None:
-    """Two grafts below one step and one below the first: three texts, each at its own place, in
-    the order of the pack."""
-    inner = Part.of("r", Part("s", reward=1.0), lesson=1)
-    first = Part.of("r", Part.of("st", inner), lesson=1)
-    second = Part.of("rr", Part("s", reward=1.0), lesson=2)
-    tree = assign_credit(
-        build_tree(Part.of("p", Part.of("s", first, second), Part("s"), Part("s")))
-    )
-    imitated = pack_trees([tree], takes_imitated=True).imitated
-    assert imitated is not None
-    by_id = {step.id: step for step in tree.steps}
-    above = [*by_id["0"].token_ids, *by_id["0.0"].token_ids]
-    deep = [*above, *by_id["0.0.0"].token_ids, *by_id["0.0.0.0"].token_ids]
-    assert imitated.paths == (
-        (*above, *by_id["0.0.1"].lesson_ids),
-        (*above, *by_id["0.0.0"].lesson_ids),
-        (*deep, *by_id["0.0.0.0.0"].lesson_ids),
-    )
-    assert imitated.lengths == (2, 1, 1)
-    assert imitated.tokens.tolist() == [2, 3, 0, 1] and imitated.trajectories.tolist() == [
-        0,
-        0,
-        1,
-        1,
-    ]
-
-
 @given(st.lists(mixed_trees(), min_size=1, max_size=3))
 @at_most(25)
 def test_imitated_texts_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
@@ -332,16 +295,6 @@ def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
     hard = pack_trees([assign_credit(tree, advantage="dr_grpo", attribution="hard")])
     torch.testing.assert_close(hard.advantages, torch.tensor([0.5, 2, 0.5, -1, -1]) * third)
     assert pack_trees([tree]).advantages.tolist() == [0.0] * 5
-
-
-def test_a_batch_moves_as_a_whole() -> None:
-    batch = pack_trees([taught(1.0, 0.0, 0.0, 0.0)], takes_imitated=True).to(torch.device("meta"))
-    assert batch.imitated is not None
-    assert {
-        batch.token_ids.device.type,
-        batch.advantages.device.type,
-        batch.imitated.packed.device.type,
-    } == {"meta"}
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))

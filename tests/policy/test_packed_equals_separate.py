@@ -37,7 +37,7 @@ from treegraft.settings.policy import LossSettings
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-@pytest.fixture(params=list(WAYS))
+@pytest.fixture(params=WAYS)
 def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     attend_by(request.param, monkeypatch)
     return str(request.param)
@@ -51,7 +51,7 @@ def test_law_1_scores_of_every_family(family: str, path_kind: str) -> None:
     model = build_model(family)
     before = model.config._attn_implementation
     assert (scores_module.packing_problem(model) is None) == (family in PACKABLE)
-    if family in UNPACKABLE and path_kind != "dense":
+    if family in UNPACKABLE and path_kind != "gathered":
         pytest.skip("row by row there is one way")
     assert_scores_equal(model, pack_trees(example_trees(3)))
     assert model.config._attn_implementation == before
@@ -81,7 +81,7 @@ def without_signs(tree: Tree) -> Tree:
 
 @given(
     st.lists(random_trees(), min_size=1, max_size=3),
-    st.sampled_from(list(WAYS)),
+    st.sampled_from(WAYS),
     st.sampled_from(["token-mean", "sequence-mean"]),
 )
 @settings(max_examples=12, deadline=None)
@@ -224,7 +224,7 @@ def test_models_that_cannot_be_packed_learn_the_same(monkeypatch: pytest.MonkeyP
     trees = example_trees(3)
     model, twin = build_model("llama"), build_model("llama")
     learner, packed = make_learner(model)
-    monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
+    monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
     fallback, rowwise = make_learner(twin)
     assert learner.packing_problem is None and fallback.packing_problem == "it is said not to"
     learner.learn(trees)
@@ -243,7 +243,7 @@ def test_a_linear_attention_model_learns_row_by_row() -> None:
 
 
 def test_row_by_row_nothing_to_score_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
+    monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
     batch = pack_trees([build_tree(Part.of("pp", Part("", status=Status.FAILED)))])
     assert [len(values) for values in token_scores(build_model("llama"), batch)] == [0, 0]
 

@@ -162,15 +162,6 @@ def test_offloaded_shards_leave_passes_and_gathered_layers_on_the_gpu() -> None:
     assert parts["activations"] == whole["activations"] / 16
 
 
-@pytest.mark.parametrize(("name", "measured"), [("qwen2.5-1.5b", 100.4e3), ("qwen2.5-7b", 218e3)])
-def test_a_layer_of_a_published_shape_on_paper(name: str, measured: float) -> None:
-    """4 * 8,960 + 2 * (1,536 + 256) + 8 * 1,536 = 51,712 numbers of 2 bytes a token at 1.5B, and
-    4 * 18,944 + 2 * (3,584 + 512) + 8 * 3,584 = 112,640 at 7B: 3 % more than was measured."""
-    kept = ModelShape.of_config(published_shape(f"shape:{name}"), 0).kept_width
-    assert kept == {"qwen2.5-1.5b": 51_712, "qwen2.5-7b": 112_640}[name]
-    assert measured < 2 * kept < 1.04 * measured
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_autograd_keeps_of_a_layer_what_its_shape_says(kind: str) -> None:
     """What three layers keep more than one, in bfloat16. On a CPU attention's output is copied for
@@ -196,7 +187,7 @@ def test_autograd_keeps_of_a_layer_what_its_shape_says(kind: str) -> None:
             return one
 
         with saved_tensors_hooks(keep, lambda one: one), tree_attention(model):
-            packed_hidden(model, batch, compile_kernels=False)
+            packed_hidden(model, batch)
         return sum(one.untyped_storage().nbytes() for at, one in kept.items() if at not in own)
 
     shape = ModelShape.of_config(fields | {"num_hidden_layers": 1, "model_type": kind}, 0)

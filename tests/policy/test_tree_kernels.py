@@ -8,9 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,6 @@ from tests.support.slow_learner import example_trees
 from treegraft.core.errors import KernelError
 from treegraft.policy.attention_hook import AttentionOptions
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
-from treegraft.policy.learn import scores
-from treegraft.policy.learn import tree_attention as attention
 from treegraft.policy.learn import tree_attention as module
 from treegraft.policy.learn.dense import subtree_ends
 from treegraft.policy.learn.learner import Learner
@@ -196,17 +192,16 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) ->
     count, longest = len(batch.token_ids), int(batch.position_ids.max()) + 1
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
 
-    def attend(window: int | None, **options: Any) -> torch.Tensor:
-        return PackedPlan(batch, **options).attend(
-            0, query, key, value, AttentionOptions(0.3, window, None, None)
-        )
+    def attend(window: int | None) -> torch.Tensor:
+        options = AttentionOptions(0.3, window, None, None)
+        return PackedPlan(batch).attend(0, query, key, value, options)
 
-    everything, less = (
-        attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1)
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "tree_kernels", lambda *_: None)
+        everything, less = attend(None), attend(longest - 1)
     assert not torch.allclose(everything, less)
-    found = attention.tree_kernels
-    monkeypatch.setattr(attention, "tree_kernels", lambda *args: asked.append(1) or found(*args))
+    found = module.tree_kernels
+    monkeypatch.setattr(module, "tree_kernels", lambda *args: asked.append(1) or found(*args))
     torch.testing.assert_close(attend(longest), everything)
     torch.testing.assert_close(attend(longest - 1), less)
     assert len(asked) == 1
@@ -243,7 +238,8 @@ def test_without_a_compiler_torchs_operators_do_it(
         caplog.text.count("no C compiler was found") == 1
         and "attention over trees takes torch's operators" in caplog.text
     )
-    monkeypatch.setattr(scores, "PackedPlan", partial(PackedPlan, compile_kernels=False))
+    monkeypatch.undo()
+    module._tree_kernels.cache_clear()
     assert found == pytest.approx(learn_once(), abs=1e-4)
 
 
@@ -278,11 +274,10 @@ def test_values_of_another_width_or_type_take_torchs_operators() -> None:
     count = len(batch.token_ids)
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
     options = AttentionOptions(0.3, None, None, None)
-    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(
-        0, query, key, value, options
+    whole, narrow = (
+        PackedPlan(batch).attend(0, query, key, some, options) for some in (value, value[..., :6])
     )
-    narrow = PackedPlan(batch).attend(0, query, key, value[..., :6], options)
-    torch.testing.assert_close(narrow, expected[..., :6])
+    torch.testing.assert_close(narrow, whole[..., :6])
     assert PackedPlan(batch)._kernels(query, key, value.bfloat16(), options) is None
 
 

@@ -422,16 +422,21 @@ def test_the_bound_of_what_is_left_out_by_hand() -> None:
     assert (sums.tolist(), tails.tolist()) == ([0.0], [0.0])
 
 
-def test_filters_are_refused(tmp_path: Path) -> None:
-    with raises_code("settings-contradict", "eval.top_k", "engine.kind"):
-        load_config(tiny(engine={"kind": "vllm"}, eval={"top_k": 5, "num_samples": 1}))
+def test_filters_are_asked_of_the_server(tmp_path: Path) -> None:
+    """Of one token alone the draw is the greedy one, and certain."""
+    found: list[Completion] = []
 
     async def work(engine: VllmEngine) -> None:
-        with raises_code("filters-invalid"):
-            await ask(engine, 5, Sampling(max_new_tokens=2, filters=Filters(top_k=2)))
+        for filters in (Filters(top_k=1), Filters(top_p=1e-6), Filters(repetition_penalty=1e6)):
+            found.append(await ask(engine, 5, Sampling(max_new_tokens=6, filters=filters)))
+        found.append(await ask(engine, 5, Sampling(max_new_tokens=6, temperature=0.0)))
 
     with fakes(MODEL) as servers:
         run(servers, tmp_path, work)
+    greedy = found[-1].token_ids
+    for one in found[:2]:
+        assert one.token_ids == greedy and one.sampling_logprobs == (0.0,) * len(greedy)
+    assert len({*found[2].token_ids}) == len(found[2].token_ids)  # none is drawn twice
 
 
 # ------------------------------------------------------------------ bad input

@@ -130,7 +130,7 @@ def test_smoke_test_of_an_interrupted_kernel(kernel: tuple[Any, Any], tmp_path: 
     reply = next(one for one in replies if one["parent_header"]["msg_id"] == asked)
     assert reply["content"]["ename"] == "Ended"
     done = RunResult.read(tmp_path / "runs" / "a")
-    updates = int(done.checkpoint.name.removeprefix("update-"))
+    updates = int(done.checkpoint_dir.name.removeprefix("update-"))
     assert 2 <= updates < 500 and len(done.trees(updates)) == 12
     config = load_config(done.run_dir / "config.json", [f"run.num_updates={updates + 1}"])
     again = train(config, resume=done.run_dir, display=False)

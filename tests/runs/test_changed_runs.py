@@ -282,10 +282,6 @@ RESULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / TREES).unlink(),
         "trees/update-000001, trees/update-000002: missing",
     ),
-    "best": (
-        lambda run: flip(run / "checkpoints" / "best" / "model.safetensors"),
-        "best is damaged; the run goes on without it",
-    ),
 }
 
 
@@ -298,14 +294,9 @@ def test_damaged_results_are_told_and_cost_nothing(
     train(None, resume=copy, display=PlainDisplay(sys.stdout))
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if "warning: " in line and text in line], out
-    damaged = {TREES, "checkpoints/best/model.safetensors"}
+    damaged = {TREES, f"{TREES}.damaged"}
     damaged |= {f"trees/update-{number:06d}" for number in (1, 2)}
     assert {str(one) for one in differing(whole, copy)} <= damaged
-
-
-def test_whole_results_are_not_spoken_of(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(None, resume=copy, display=PlainDisplay(sys.stdout))
-    assert "not as written" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_0_6_is_refused_in_one_sentence(copy: Path) -> None:
@@ -360,7 +351,7 @@ def test_law_16_tasks_do_not_change_unseen(kind: str, tmp_path: Path) -> None:
         return train(own, **more).run_dir
 
     folder = run(0, 1)
-    with raises_code("tasks-changed"):
+    with raises_code("inputs-changed"):
         run(1, 2, resume=folder)
     run(0, 2, resume=folder)
     run(1, 3, resume=folder, accepts_changes=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,7 +18,6 @@ from tests.support.tiny import tiny
 from treegraft import RunResult, answer_question, train
 from treegraft.core.errors import SettingError
 from treegraft.evals.agent import Agent, Answer
-from treegraft.runs.display import NotebookDisplay
 from treegraft.runs.record import read_metrics, read_trees
 
 
@@ -52,7 +49,6 @@ def test_metrics_of_each_update_and_evaluations_are_read(result: RunResult) -> N
     assert [one["accuracy"] for one in result.evaluations] == accuracies
     assert [one["update"] for one in result.evaluations] == [0, 1, 2]
     assert not any("reward/mean" in one or "mean" in one for one in result.evaluations)
-    assert result.checkpoint == result.checkpoint_dir
 
 
 def test_trees_of_an_update(result: RunResult) -> None:
@@ -62,17 +58,6 @@ def test_trees_of_an_update(result: RunResult) -> None:
     assert result.trees() == result.trees(2)
     with raises_code("update-without-trees"):
         result.trees(7)
-
-
-def test_a_table_where_there_is_pandas_and_a_sentence_else(
-    result: RunResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pandas = pytest.importorskip("pandas", reason="an optional package")
-    frame = result.history.frame()
-    assert isinstance(frame, pandas.DataFrame) and list(frame["update"]) == [0, 1, 2]
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with raises_code("package-missing"):
-        result.history.frame()
 
 
 def test_an_earlier_run_is_read_from_its_folder(result: RunResult, tmp_path: Path) -> None:
@@ -183,58 +168,6 @@ def test_the_viewer_is_served_until_it_is_closed(
     viewer.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(viewer.url)
-
-
-def test_a_notebook_may_frame_the_viewer(result: RunResult) -> None:
-    from starlette.testclient import TestClient
-
-    from treegraft.view.runs import open_runs
-    from treegraft.view.server import build_app
-
-    app = build_app(open_runs([result.run_dir]), is_framed=True)
-    policy = (
-        TestClient(app, base_url="http://127.0.0.1").get("/").headers["content-security-policy"]
-    )
-    # Pages of this machine, and no others.
-    assert "frame-ancestors 'self' http://localhost:* http://127.0.0.1:*;" in policy
-    assert policy.count("frame-ancestors") == 1 and "script-src 'self'" in policy
-
-
-def shown_at_last(text: str) -> list[str]:
-    """Returns the lines of a cell's output: what follows a carriage return is written over the
-    line, letter by letter."""
-    lines = []
-    for line in text.split("\n"):
-        letters: list[str] = []
-        for part in line.split("\r"):
-            letters[: len(part)] = part
-        lines.append("".join(letters).rstrip())
-    return lines
-
-
-def test_progress_in_a_notebook_is_one_line() -> None:
-    now = [0.0]
-    file = io.StringIO()
-    display = NotebookDisplay(file, clock=lambda: now[0])
-    display.started(Path("runs/x"), "tiny", 2)
-    for done in range(20):
-        now[0] += 0.2
-        display.phase("rollout", done, 20)
-    display.update(1, 2, {"reward/mean": 0.5})
-    now[0] += 1
-    display.phase("evaluation", 1, 2)
-    display.warn("a short one")
-    display.interrupted("treegraft train --resume runs/x")
-    assert shown_at_last(file.getvalue()) == [
-        "run runs/x: tiny, 2 updates",
-        "warning: a short one",
-        "interrupted and saved; go on with: treegraft train --resume runs/x",
-        "or in Python: train(resume='runs/x')",
-        "",
-    ]
-    # 20 reports within four seconds: not more than two states a second, each over the last one.
-    assert 4 <= file.getvalue().count("rollout ") <= 9
-    assert "update 1/2  reward 0.500  | evaluation 1/2" in file.getvalue()
 
 
 def test_an_agent_knows_the_objects_of_its_run(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +35,7 @@ from treegraft.core.types import (
 )
 from treegraft.runs.display import (
     NoDisplay,
-    NotebookDisplay,
     PlainDisplay,
-    TerminalDisplay,
     display_on,
     evaluation_line,
     show_texts,
@@ -177,29 +174,27 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_has_a_bar_below_the_lines() -> None:
-    now, file = [0.0], Terminal()
-    display = TerminalDisplay(file, clock=lambda: now[0])
-    display.started(Path("runs/demo"), "tiny on search_world", 20)
-    for done in range(3):
-        now[0] += 1
-        display.phase("rollout", done, 5, "[red]waiting[/red] \x1b[31m" + "for long " * 20)
-    display.warn("careful [bold]now")
-    now[0] += 1
-    display.phase("learning", 0, 0)
-    display.update(1, 20, METRICS)
-    display.close()
+    file = Terminal()
+    with display_on(file) as display:
+        display.started(Path("runs/demo"), "tiny on search_world", 20)
+        for done in range(3):
+            display.phase("rollout", done, 5, "[red]waiting[/red] \x1b[31m" + "for long " * 20)
+        display.warn("careful [bold]now")
+        display.phase("learning", 0, 0)
+        display.update(1, 20, METRICS)
     display.close()
     text = file.getvalue()
-    assert "rollout 2/5: [red]waiting[/red] ␛[31mfor" in text and "…" in text
+    assert "rollout 0/5: [red]waiting[/red] ␛[31mfor" in text and "…" in text
     assert "warning: careful [bold]now" in text and "update 1/20  reward 0.500" in text
     # The cursor is hidden below a bar, and shown again.
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
-def test_plain_display_writes_one_line_each() -> None:
+def test_plain_display_writes_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
+    monkeypatch.setattr("treegraft.runs.display.time.monotonic", lambda: now[0])
     file = io.StringIO()
-    display: Display = PlainDisplay(file, clock=lambda: now[0])
+    display: Display = PlainDisplay(file)
     display.started(Path("runs/demo"), "tiny on search_world", 20)
     display.phase("rollout", 1, 10)
     now[0] = 11.0
@@ -233,59 +228,8 @@ def test_plain_display_writes_one_line_each() -> None:
         "  metrics    runs/demo/metrics.jsonl",
         "  trees      runs/demo/trees",
         "  checkpoint c",
-        "  ask it     treegraft run c 'r2 of e9 ?'",
+        "  ask it     treegraft run c QUESTION",
     ]
-
-
-@pytest.mark.parametrize(
-    ("question", "asked"),
-    [
-        ("Who said\n\n'no'?", "'Who said '\"'\"'no'\"'\"'?'"),
-        # What an environment shows first stands behind the question.
-        ("Win the game.\nBe quick.\n\n" + "A room. " * 40, "'Win the game. Be quick.'"),
-        ("word " * 60, "'" + "word " * 31 + "...'"),
-    ],
-)
-def test_the_command_to_ask_holds_a_question_of_the_tasks(question: str, asked: str) -> None:
-    file, tree = io.StringIO(), example_tree()
-    display = PlainDisplay(file)
-    display.sample(replace(tree, task=replace(tree.task, question=question)))
-    display.finished(Path("runs/demo"), Path("c"), {})
-    assert file.getvalue().splitlines()[-1] == f"  ask it     treegraft run c {asked}"
-    assert shlex.split(asked)
-
-
-def test_without_a_task_no_question_is_made_up() -> None:
-    file = io.StringIO()
-    PlainDisplay(file).finished(Path("runs/demo"), Path("c"), {})
-    assert file.getvalue().splitlines()[-1] == "  checkpoint c"
-
-
-def test_the_sample_shows_prose_that_was_cut_off() -> None:
-    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
-
-    class Prose:
-        def decode(self, token_ids: Sequence[int]) -> str:
-            return f"She has\n{len(token_ids)} pens, so"
-
-    tree = example_tree()
-    cut = policy_step("0.0", StepContent())
-    leaf = replace(tree.leaves[0], step_id="0.0", status=Status.TRUNCATED, answer=None)
-    tree = replace(tree, steps=(tree.steps[0], cut), leaves=(leaf,))
-    file = io.StringIO()
-    display = PlainDisplay(file)
-    for expected in ("wrote     2 tokens that", "wrote     She has"):
-        display.sample(tree)
-        display._last_sample_s = float("-inf")
-        display.update(1, 20, METRICS)
-        assert expected in file.getvalue()
-        show_texts(display, Prose())
-
-
-def test_the_kind_of_display_follows_the_stream() -> None:
-    for stream, kind in ((io.StringIO(), PlainDisplay), (Terminal(), TerminalDisplay)):
-        with display_on(stream) as display:
-            assert type(display) is kind
 
 
 @pytest.mark.parametrize(
@@ -319,26 +263,21 @@ def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
     assert told == ["slow"]
 
 
-def test_branches_and_grafts_are_shown_where_the_recipe_asks_for_them() -> None:
-    asked = {"branch/unused_frac": 0.5, "branch/num_branches": 12.0}
-    asked |= {"graft/unused_frac": 1.0, "graft/num_grafts": 0.0}
-    lines = []
-    for metrics in ({**METRICS, **asked}, {**METRICS, "branch/num_branches": 0.0}):
-        file = io.StringIO()
-        PlainDisplay(file).update(1, 2, metrics)
-        lines.append(file.getvalue())
-    assert "branches 12  grafts 0  time 2.0s" in lines[0]
-    assert "branches" not in lines[1] and "grafts" not in lines[1]
-
-
-class Letters:
-    """Token 7 is "a", 8 is "b"."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join("ab"[token - 7] for token in token_ids)
+def test_branches_and_grafts_are_shown_if_there_are_any() -> None:
+    file = io.StringIO()
+    PlainDisplay(file).update(
+        1, 2, {**METRICS, "branch/num_branches": 12.0, "graft/num_grafts": 0.0}
+    )
+    assert "branches 12  time 2.0s" in file.getvalue()
 
 
 def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
+    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
+
+    class Letters:
+        def decode(self, token_ids: list[int]) -> str:
+            return "".join("ab"[token - 7] for token in token_ids)
+
     tree = example_tree()
     (start, cut) = (tree.steps[0], policy_step("0.0", StepContent()))
     leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
@@ -412,11 +351,8 @@ def test_an_evaluation_on_one_line() -> None:
     }
     assert (
         evaluation_line(metrics)
-        == "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@2 50.0%,"
-        " pass@4 72.0%, gain +0.52 greedy (95 %: +0.47 to +0.57)"
-    )
-    assert evaluation_line(dict(reversed(metrics.items()))).startswith(
-        "accuracy 41.5% greedy (2_hops 23%, 1_hop 60%), 38.0% sampled"
+        == "accuracy 41.5% greedy, 38.0% sampled, pass@2 50.0%, pass@4 72.0%,"
+        " gain +0.52 greedy (95 %: +0.47 to +0.57)"
     )
     fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
     assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
@@ -425,15 +361,12 @@ def test_an_evaluation_on_one_line() -> None:
         "eval/accuracy_sampled_math": 0.5,
         "eval/failed_frac": 0.1,
     }
-    assert evaluation_line(sampled) == "accuracy 25.0% sampled (math 50%), failed 10.0%"
-    many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
-    assert evaluation_line(many).endswith("f 50%, 2 more)")
+    assert evaluation_line(sampled) == "accuracy 25.0% sampled, failed 10.0%"
 
 
-@pytest.mark.parametrize("kind", [PlainDisplay, TerminalDisplay, NotebookDisplay])
-def test_a_name_of_a_run_cannot_steer_the_terminal(kind: type[PlainDisplay]) -> None:
+def test_a_name_of_a_run_cannot_steer_the_terminal() -> None:
     file, run = io.StringIO(), Path("runs/\x1b[31mred\x07")
-    shown = kind(file)
+    shown = PlainDisplay(file)
     shown.started(run, "tiny", 2)
     shown.finished(run, run / "checkpoints" / "update-000002", METRICS)
     shown.interrupted(f"treegraft train --resume {run}")

@@ -446,6 +446,7 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     ("override", "part"),
     [
         ("run.seed=" + "9" * 5000, "64 bits"),
+        ("run.seed=0x" + "f" * 5000, "64 bits"),
         ("explore.explorers=" + "[" * 5000, "explore.explorers"),
         ("tools.use=" + "[" * 300 + "]" * 300, "nested too deeply, expected at most 16"),
         (f"tasks.num_train={10**12}", "less than or equal to 1000000"),

@@ -19,6 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from treegraft.core.listener import listen
+from treegraft.core.types import Filters
+from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.folder import read_folder
 from treegraft.policy.engine.vllm.replies import PLUGIN_VERSION, ROUTE
@@ -206,9 +208,12 @@ class FakeVllm:
         ids: list[int] = []
         label = self.label
         generator = torch.Generator().manual_seed(params["seed"])
+        names = ("top_k", "top_p", "repetition_penalty")
+        filters = Filters(**{name: params[name] for name in names})
         while len(ids) < params["max_tokens"]:
             with torch.inference_mode():
                 logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+            logits = filtered(logits, params["temperature"], filters, [*prompt, *ids])
             content.append(self._row(logits, params, generator))
             ids.append(content[-1]["token_id"])
             await asyncio.sleep(self.token_s)
@@ -223,7 +228,7 @@ class FakeVllm:
         """One token as vLLM reports it: its own entry, then those of the most likely ones, each
         token once, together no more than were asked for."""
         temperature = params["temperature"]
-        logprobs = (logits / (temperature or 1.0)).log_softmax(dim=0)
+        logprobs = logits.log_softmax(dim=0)
         token = int(logprobs.argmax())
         if temperature:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))

@@ -247,18 +247,16 @@ def make_learner(
     return learner, descent
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "kernels": {},
-    "dense": {"compile_kernels": False, "dense_limit": 1024},
-    "flash": {"compile_kernels": False, "dense_limit": 0},
-    "flex": {"flex": flex_attention},
-}
+WAYS = ("kernels", "gathered", "flex")
 """Ways of attending over a tree."""
 
 
 def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the learner attend over trees in one way, however large they are."""
-    patch.setattr(scores_module, "PackedPlan", lambda batch, **_: PackedPlan(batch, **WAYS[kind]))
+    flex = flex_attention if kind == "flex" else None
+    patch.setattr(scores_module, "PackedPlan", lambda batch: PackedPlan(batch, flex=flex))
+    if kind == "gathered":
+        patch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: None)
     # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 

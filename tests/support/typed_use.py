@@ -143,9 +143,9 @@ def looked_at(result: RunResult) -> None:
     assert_type(result.history[-1]["reward/mean"], float)
     assert_type(result.metrics["eval/accuracy"], float)
     assert_type(result.evaluations[0]["accuracy"], float)
-    assert_type(result.checkpoint, Path)
+    assert_type(result.checkpoint_dir, Path)
     trust(result.run_dir)
-    print(RunResult.read(result.run_dir), len(result.history.frame()))
+    print(RunResult.read(result.run_dir), len(result.history))
     for tree in [*result.trees(), *read_trees(result.run_dir)]:
         assert_type(tree, Tree)
         for trajectory in tree.trajectories():
@@ -153,7 +153,7 @@ def looked_at(result: RunResult) -> None:
             assert_type(list(trajectory.token_ids), list[int])
             step: Step = trajectory.steps[0]
             print(step.origin is Origin.PROMPT, step.content == StepContent(answer="4"))
-    trajectory, tokenizer = answer_question(result.checkpoint, "r2 of e9 ?", rewards=brief)
+    trajectory, tokenizer = answer_question(result.checkpoint_dir, "r2 of e9 ?", rewards=brief)
     print(tokenizer.decode(list(trajectory.token_ids)))
     measured = evaluate_checkpoint(result.run_dir, tasks=[{"question": "1 ?", "answer": "1"}])
     assert_type(measured.num_tasks, int)
@@ -183,7 +183,7 @@ def learned(engine: ScriptedEngine, device: torch.device) -> torch.Tensor:
 def numbers(task: Task, trace: Trace) -> None:
     key: interfaces.NoiseKey = (0, "train", 1, task.id)
     print(key, exact_match("4", ["4"]), f1("a b", ["a"]), math_equal("1/2", ["0.5"]))
-    print(group_advantages([1.0, 0.0]), shared_advantages([1.0], [[0]]), shaping_factor([0.5]))
+    print(group_advantages([1.0, 0.0]), shared_advantages([1.0], [[0]]), shaping_factor(0.5))
     print(branch_probability(entropy_change([1.0], [0.5], 2.0)), __version__)
     print(combined_advantages([1.0], [0.5]), retrieval_reward(1.0, 0.5))
     with TraceBuffer(":memory:", encoder="hashing") as buffer:

@@ -142,12 +142,10 @@ def test_warnings_say_what_is_wrong() -> None:
     assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
         ("failed", "trajectories lost to failures of ours: 25.0%", True)
     ]
-    held = [{"update": n, "health/tool_failing_search": 0.75} for n in range(5)]
+    held = [{"update": n, "health/tool_broken_search": 0.75} for n in range(5)]
     known = [recorded(line) for line in held]
     told = page_warnings(known, [[], *known[:-1]])
-    assert [one["text"] for one in told[0]] == [
-        "the tool search fails more than usual: 75% of its calls"
-    ]
+    assert [one["text"] for one in told[0]] == ["the tool search failed in 75% of its calls"]
     assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -45,24 +44,15 @@ def entropy_change(
     return change
 
 
-@overload
-def branch_probability(change: float, base: float = 0.5, weight: float = 0.2) -> float: ...
-@overload
-def branch_probability(
-    change: Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2
-) -> Floats: ...
-def branch_probability(
-    change: float | Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2
-) -> float | Floats:
-    """Returns the probability of branching, 0..1, or an array [changes] for a list or array.
+def branch_probability(change: float, base: float = 0.5, weight: float = 0.2) -> float:
+    """Returns the probability of branching, 0..1.
 
     P = clip(α + β ΔH, 0, 1)        (ARPO, arXiv 2507.19849, sec. 3.1)
 
     The paper compares P without the clip with τ, which decides the same for τ in 0..1. The
     released code tosses a coin with the clipped P.
     """
-    probabilities: Floats = np.clip(base + weight * np.asarray(change, dtype=np.float64), 0.0, 1.0)
-    return probabilities if probabilities.ndim else float(probabilities)
+    return min(1.0, max(0.0, base + weight * change))
 
 
 def shared_advantages(

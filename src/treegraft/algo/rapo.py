@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import get_args, overload
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -116,15 +116,9 @@ def combined_advantages(
     return combined
 
 
-@overload
-def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float: ...
-@overload
-def shaping_factor(retrieved_frac: Sequence[float] | Floats, weight: float = 0.05) -> Floats: ...
-def shaping_factor(
-    retrieved_frac: float | Sequence[float] | Floats, weight: float = 0.05
-) -> float | Floats:
+def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float:
     """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before
-    clipping; [trajectories] for several.
+    clipping.
 
     r̂ = (1 + m F) · ρ        (RAPO, arXiv 2603.03078, eq. 8)
 
@@ -136,14 +130,12 @@ def shaping_factor(
     Raises:
         ValueError: a share outside 0..1.
     """
-    shares: Floats = np.asarray(retrieved_frac, dtype=np.float64)
     # So written that it refuses NaN too.
-    if not ((shares >= 0.0) & (shares <= 1.0)).all():
+    if not 0.0 <= retrieved_frac <= 1.0:
         raise ValueError(
             f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1"
         )
-    factors: Floats = 1.0 + weight * shares
-    return factors if factors.ndim else float(factors)
+    return 1.0 + weight * retrieved_frac
 
 
 def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:

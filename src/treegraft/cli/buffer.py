@@ -15,7 +15,6 @@ import typer
 from treegraft.cli.commands import (
     AsJson,
     BufferOrRun,
-    command_without,
     print_rows,
     say,
     settings_alone,
@@ -70,18 +69,7 @@ def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     return rows
 
 
-_OF_IMPORT_BEFORE = {
-    "--encoder": "buffer.encoder={}",
-    "--source": "buffer.build.source={}",
-    "--keep": "buffer.build.num_best={}",
-    "--min-reward": "buffer.build.min_reward={}",
-    "--reward": 'it as "reward" in each row',
-    "--reward-column": 'the name "reward" in each row',
-    "--task-column": 'the name "task_id" in each row',
-}
-
-
-@buffer_app.command("import", cls=command_without(_OF_IMPORT_BEFORE))
+@buffer_app.command("import")
 def import_traces(
     words: Annotated[
         list[str],

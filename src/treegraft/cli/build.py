@@ -31,22 +31,6 @@ if TYPE_CHECKING:
     from treegraft.traces.fill import BufferBuild
 
 COMMAND = "buffer build"
-RETIRED = {
-    "--out": "treegraft buffer build RECIPE {}",
-    "--encoder": "buffer.encoder={}",
-    "--agent": "buffer.build.agent={}",
-    "--model": "buffer.build.model={}",
-    "--source": "buffer.build.source={}",
-    "--samples": "buffer.build.num_samples={}",
-    "--keep": "buffer.build.num_best={}",
-    "--min-reward": "buffer.build.min_reward={}",
-    "--num-tasks": "buffer.build.num_tasks={}",
-    "--temperature": "buffer.build.temperature={}",
-    "--concurrency": "buffer.build.max_concurrent={}",
-    "--api-key-env": "buffer.build.api_key_env={}",
-}
-"""Options of 0.7, with what is written in place of each."""
-
 Out = Annotated[
     str | None,
     typer.Argument(

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from treegraft.core.errors import DataError, ModelError, SettingError
-from treegraft.core.shipped import names_recipe, shipped_recipes
+from treegraft.core.shipped import names_recipe
 from treegraft.core.text import plain
 
 # rich is loaded where something is printed: the list of commands does not wait for it.
@@ -28,36 +24,10 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Returns shipped recipes, recipe files and folders for the shell's completion."""
-    files = [path for path in glob(f"{incomplete}*") if path.endswith((".toml", ".json"))]
-    folders = [f"{path}/" for path in glob(f"{incomplete}*") if Path(path).is_dir()]
-    names = [name for name in shipped_recipes() if name.startswith(incomplete)]
-    return [*names, *sorted(files), *sorted(folders)]
-
-
-def complete_run(incomplete: str) -> list[str]:
-    """Returns folders for the shell's completion; first of all those of runs."""
-    runs = [path for path in glob("runs/*") if path.startswith(incomplete)]
-    folders = [path for path in glob(f"{incomplete}*") if Path(path).is_dir()]
-    return list(dict.fromkeys([*sorted(runs), *sorted(folders)]))
-
-
-def complete_setting(incomplete: str) -> list[str]:
-    """Returns settings for the shell's completion, as "table.name=", or as "name=" where one table
-    alone has it."""
-    from treegraft.settings.config import known_settings
-
-    lasts = Counter(name.rpartition(".")[2] for name in known_settings())
-    names = [*known_settings(), *(last for last, count in lasts.items() if count == 1)]
-    return [f"{name}=" for name in names if name.startswith(incomplete)]
-
-
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[OVERRIDES]...",
-        autocompletion=complete_setting,
         help="Settings to change, e.g. rollout.max_tool_calls=3.",
     ),
 ]
@@ -105,31 +75,6 @@ def settings_alone(
                 code="override-idle",
             )
     return load_config(base, overrides, used=["buffer"])
-
-
-class CommandWithout(TyperCommand):
-    """A command that refuses options of earlier versions and says what to write instead."""
-
-    retired: ClassVar[Mapping[str, str]] = {}
-    """Each such option with what is written in its place; {} stands for its value."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Returns the words that are left over. Raises SettingError for an option that is gone."""
-        for place, word in enumerate(args):
-            name, is_joined, value = word.partition("=")
-            if name in self.retired:
-                value = value if is_joined else "".join(args[place + 1 : place + 2])
-                instead = self.retired[name].format(shlex.quote(value) if value else "...")
-                raise SettingError(
-                    f"command line: {name} is gone since 0.8; write {instead} instead.",
-                    code="option-gone",
-                )
-        return super().parse_args(ctx, args)
-
-
-def command_without(retired: Mapping[str, str]) -> type[CommandWithout]:
-    """Returns the class of a command without these options, see `CommandWithout.retired`."""
-    return type("Command", (CommandWithout,), {"retired": retired})
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
@@ -201,7 +146,6 @@ AgentRun = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        autocompletion=complete_run,
         help="Run folder for its latest checkpoint, a checkpoint, a model's folder, or a recipe for"
         " its model as training begins.",
     ),
@@ -241,7 +185,6 @@ RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
-        autocompletion=complete_recipe,
         help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
@@ -249,7 +192,6 @@ Resume = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN_DIR",
-        autocompletion=complete_run,
         help="Run folder to continue from its latest checkpoint.",
     ),
 ]

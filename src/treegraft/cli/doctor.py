@@ -67,19 +67,14 @@ def installed() -> Iterator[Finding]:
         yield Finding(package, value, bool(version) or not is_needed, "" if version else note)
 
 
-def num_cpus() -> int:
-    """Returns how many processors this process may run on."""
+def num_threads() -> int:
+    """Returns how many threads torch will use."""
+    # It takes the first number of a list such as "4,2".
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given.isdecimal() and int(given):
+        return int(given)
     # A container may be held to fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def num_threads(config: Config | None = None) -> int:
-    """Returns how many threads torch will use."""
-    if config is not None and config.run.num_threads:
-        return config.run.num_threads
-    # torch takes the first number of a list such as "4,2".
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(given) if given.isdecimal() and int(given) else num_cpus()
 
 
 def machine() -> Iterator[Finding]:
@@ -114,18 +109,6 @@ def weights(config: Config) -> Iterator[Finding]:
         if not isinstance(try_to_load_from_cache(path, "config.json"), str):
             note = "the weights are not here; they are fetched from the hub when the run starts"
             yield Finding("model.path", path, note=note, is_doubtful=True)
-
-
-def cards(config: Config, num_gpus: int) -> Iterator[Finding]:
-    """Returns whether each rank of the learner and each server that is started gets a GPU."""
-    learn, served = config.learn.ranks, config.engine.vllm
-    wanted = {"learn.ranks": 1 if learn == "auto" else learn}
-    if config.engine.kind == "vllm" and not (served.servers or served.gpus):
-        wanted["engine.vllm.num_servers"] = served.num_servers
-    name, most = max(wanted.items(), key=lambda item: item[1])
-    if most > max(1, num_gpus):
-        note = f"{name} is {most}: give each a GPU, or lower it"
-        yield Finding("GPUs", f"{num_gpus} of {most}", note=note, is_doubtful=True)
 
 
 def data_files(config: Config) -> Iterator[Finding]:
@@ -164,51 +147,18 @@ def import_paths(config: Config) -> Iterator[Finding]:
             names += [value] if isinstance(value, str) else value
     for name in names:
         module, _, attribute = name.partition(":")
-        if attribute:
-            # Only the first name: the spec of a submodule needs its parents imported. As for
-            # extensions, the working directory counts.
-            first = module.partition(".")[0]
-            spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
-            with contextlib.suppress(ValueError):  # no name, or a script's
-                spec = spec or importlib.util.find_spec(first)
-            if module.endswith(".py"):
-                note = f"a file; write '{Path(module).stem}:{attribute}'"
-                yield Finding(name, "no import path", False, note)
-                continue
-            value, note = (
-                ("found", "") if spec else ("missing", f"no module '{module}' on the path")
-            )
-            yield Finding(name, value, spec is not None, note)
-
-
-def placement(config: Config, planned: str = "") -> Iterator[Finding]:
-    """Returns the parts of a run with the place where each would run.
-
-    Args:
-        planned: name of the GPUs that it is planned for; empty for this machine's.
-    """
-    device = "GPU" if gpus() and "+cpu" not in (_version("torch") or "+cpu") else "CPU"
-    device = planned or device
-    threads = num_threads(config)
-    where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "CPU" else device
-    ranks, vllm = config.learn.ranks, config.engine.vllm
-    is_one = ranks in ("auto", 1)
-    note = "" if is_one else "treegraft train RECIPE starts them; on several hosts torchrun does"
-    value = f"{where}, {config.model.dtype}"
-    yield Finding("learner", value if is_one else f"{ranks} ranks on {value}", note=note)
-    engine = {
-        "native": f"{where}, in this process" if is_one else f"{where}, in rank 0",
-        "vllm": ", ".join(vllm.servers) or f"vLLM, servers to start: {vllm.num_servers}",
-    }.get(config.engine.kind, config.engine.kind)
-    yield Finding("engine", engine)
-    search = config.tools.search
-    for tool in config.tools.use:
-        where = "in this process"
-        if num := getattr(getattr(config.tools, tool, None), "num_workers", 0):
-            where = f"{num} worker processes"
-        elif tool == "search" and (key := {"http": "url", "web": "provider"}.get(search.kind)):
-            where = getattr(search, key)
-        yield Finding(f"tool {tool}", where)
+        if not attribute:
+            continue
+        # Only the first name: the spec of a submodule needs its parents imported. As for
+        # extensions, the working directory counts.
+        first = module.partition(".")[0]
+        spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
+        with contextlib.suppress(ValueError):  # no name, or a script's
+            spec = spec or importlib.util.find_spec(first)
+        note = "" if spec else f"no module '{module}' on the path"
+        if module.endswith(".py"):
+            note = f"a file; write '{Path(module).stem}:{attribute}'"
+        yield Finding(name, "missing" if note else "found", not note, note)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -290,10 +240,6 @@ def examine(config: Config | None, num_gpus: int | None = None, gpu: str = "H100
             *(Finding(one, "missing", False, text[len(one) + 1 :]) for one, text in gaps.items()),
             *import_paths(config),
         ],
-        "what runs where": [
-            *cards(config, num_gpus or len(gpus())),
-            *placement(config, "" if num_gpus is None else gpu.upper()),
-        ],
     }
     # Without its data, its parts or its model nothing can be tried.
     if estimate[-1].name != "model.path" and all(
@@ -354,7 +300,7 @@ def print_examination(found: Examination) -> None:
         console.print(Text("the first task as the agent sees it", "bold"))
         for author, text in asdict(found.sample).items():
             if text:
-                console.print(Text(f"{author}:", "cyan"), Text(_shortened(plain(text))), sep="\n")
+                console.print(Text(f"{author}:", "cyan"), Text(plain(text, 1200)), sep="\n")
     verdict = found.verdict
     console.print(Text(f"verdict: {verdict.value}", "bold" if verdict.is_good else "bold red"))
     if verdict.note:
@@ -369,11 +315,3 @@ def _mark(one: Finding) -> Text:
 
 def _note(one: Finding) -> Text:
     return Text(one.note, "red" if not one.is_good else "yellow" if one.is_doubtful else "dim")
-
-
-def _shortened(text: str, limit: int = 1200) -> str:
-    """The text with its middle left out past a limit."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[... {len(text) - limit} characters ...]\n{text[-half:]}"

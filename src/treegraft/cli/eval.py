@@ -6,20 +6,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from treegraft.cli.commands import (
     AgentRecipe,
     AgentRun,
     AsJson,
-    CommandWithout,
     Overrides,
     agent_of,
-    command_without,
     say,
     table,
 )
@@ -46,15 +44,8 @@ class _Evaluations(Plugged):
         return args if args and args[0] in self.list_commands(None) else [_OWN, *args]
 
 
-class _Unnamed(CommandWithout):
+class _Unnamed(TyperCommand):
     """A command that is called by the name of its group."""
-
-    retired: ClassVar[Mapping[str, str]] = {
-        "--suite": "treegraft eval suite RUN {}",
-        "--data": "treegraft eval file RUN {}",
-        "--compare": "treegraft compare A B",
-        "--num": "tasks.num_eval={}",
-    }
 
     def make_context(
         self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
@@ -62,13 +53,6 @@ class _Unnamed(CommandWithout):
         return super().make_context(parent.info_name, args, parent=parent.parent, **extra)
 
 
-_OF_FILES = {
-    "--num": "tasks.num_eval={}",
-    "--question-column": "tasks.dataset.question_column={}",
-    "--reference-column": "tasks.dataset.reference_column={}",
-    "--category-column": "tasks.dataset.category_column={}",
-    "--reference-after": "tasks.dataset.reference_after={}",
-}
 eval_app = typer.Typer(
     name="eval",
     cls=_Evaluations,
@@ -94,7 +78,7 @@ def own(
     _held_out(run, recipe, [], overrides or [], out, as_json)
 
 
-@eval_app.command("file", cls=command_without(_OF_FILES))
+@eval_app.command("file")
 def of_file(
     run: AgentRun,
     file: Annotated[

@@ -19,15 +19,12 @@ import typer
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
-from treegraft.cli.build import RETIRED, build
+from treegraft.cli.build import build
 from treegraft.cli.commands import (
     AsJson,
     Overrides,
     RunAsked,
     Smoke,
-    command_without,
-    complete_recipe,
-    complete_run,
     refuse_idle,
     run_command,
     say,
@@ -50,8 +47,6 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.registry import registered_with_commands
 
-NARROWEST = 16
-"""Characters of a column of `compare`: a cost of ten million and the space beside it."""
 _TRUST = "--trust"
 
 
@@ -89,14 +84,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-buffer_app.command(cls=command_without(RETIRED))(build)
+buffer_app.command()(build)
 app.add_typer(buffer_app)
 
 Recipe = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        autocompletion=complete_recipe,
         help="Recipe (.toml or name of a shipped one) or config.json of a run.",
     ),
 ]
@@ -104,7 +98,6 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        autocompletion=complete_run,
         help="Checkpoint folder, or run folder for its latest checkpoint.",
     ),
 ]
@@ -227,35 +220,20 @@ def compare(
         print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
-    console = Console()
-    names = [folder.resolve().name for folder in runs]
-    first = max(len(COSTS.get(name, name)) for name, _ in rows) + 2
-    # More than fit side by side stand below, each time beside the first, with which they compare.
-    num_beside = max(1, (console.width - first) // NARROWEST - 1)
-    for begin in range(1, max(2, len(runs)), num_beside):
-        places = [0, *range(begin, min(begin + num_beside, len(runs)))]
-        shown = table("", *(names[place] for place in places), padding=(0, 2))
-        for column in shown.columns[1:]:
-            column.overflow = "fold"
-        for name, values in rows:
-            form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-            own = [values[place] for place in places]
-            cells = ["-" if value is None else form.format(value) for value in own]
-            shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
-        console.print(shown)
+    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
+    for column in shown.columns[1:]:
+        column.overflow = "fold"
+    for name, values in rows:
+        form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
+        cells = ["-" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
+    Console().print(shown)
     say(COSTS_NOTE, "dim")
     for note in notes:
         say(note, "yellow")
 
 
-@app.command(
-    cls=command_without(
-        {
-            "--bundle": "zip -r {} RUN (`treegraft view` opens the unpacked folder)",
-            "--buffer": "treegraft buffer show {}",
-        }
-    )
-)
+@app.command()
 def view(
     context: typer.Context,
     runs: Annotated[
@@ -310,7 +288,7 @@ def view(
 app.command("config")(show_config)
 
 
-@app.command(cls=command_without({"--gpu-memory": "--gpu H100:{}"}))
+@app.command()
 def doctor(
     context: typer.Context,
     recipe: Annotated[

@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.finding import Finding
 from treegraft.policy.shapes import BYTES, ModelShape
 from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +51,22 @@ def _meminfo() -> Room | None:
     return None
 
 
-def _control_groups(root: Path) -> Iterator[Room]:
-    """The limits of this process's control group and of those above it, of version 2 and 1."""
-    own = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        own = next((line.rpartition(":")[2] for line in lines if line.startswith("0::")), "")
-    folder = root / own.strip("/")
-    # In a container the path may be the host's, of which only the root is to be seen.
-    folders = [folder, *folder.parents][: len(folder.parts) - len(root.parts) + 1]
-    files = [(one, "memory.max", "memory.current", "inactive_file") for one in folders]
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    for place, limit_file, used_file, cached in (*files, (root / "memory", *version_1)):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            limit = int((place / limit_file).read_text(encoding="ascii"))
-            used = int((place / used_file).read_text(encoding="ascii"))
-            stat = (place / "memory.stat").read_text(encoding="ascii")
-            # Read files count as used, and make room when it is wanted.
-            reclaimed = int(stat.partition(f"\n{cached} ")[2].split()[0])
-            yield Room(max(0, limit - used + reclaimed), limit, "this control group")
+def _control_group(folder: Path) -> Room | None:
+    """The limit of this process's control group, as of a container."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = (folder / "memory.stat").read_text(encoding="ascii")
+        # Read files count as used, and make room when it is wanted.
+        reclaimed = int(stat.partition("\ninactive_file ")[2].split()[0])
+        return Room(max(0, limit - used + reclaimed), limit, "this control group")
+    return None
 
 
-def memory_room(root: Path = Path("/sys/fs/cgroup")) -> Room | None:
+def memory_room(folder: Path = Path("/sys/fs/cgroup")) -> Room | None:
     """Returns the memory that this process may still take: of the machine, or of a control group
-    that allows less; None where neither is known."""
-    rooms = [room for room in (_meminfo(), *_control_groups(root)) if room is not None]
+    that allows less; None if neither is known."""
+    rooms = [room for room in (_meminfo(), _control_group(folder)) if room is not None]
     return min(rooms, key=lambda room: room.free, default=None)
 
 
@@ -123,6 +113,11 @@ _PROMPT_TOKENS = 256
 """Assumed length of a prompt if the context has no limit of its own."""
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
+_ADVICE = (
+    "It takes less with learn.max_pack_tokens=2048, model.gradient_checkpointing=true,"
+    " model.dtype=bfloat16 or model.lora.rank=16, with several ranks learn.offload=true, beside"
+    " servers engine.vllm.sleep=true; `treegraft doctor RECIPE --gpus 8` says what eight GPUs hold"
+)
 _PASSING = ("gathered layers", "activations", "logits")
 """Parts of a learner that are there while it learns, and go before servers come back."""
 
@@ -166,8 +161,8 @@ class Place:
         ranks = config.learn.ranks
         if ranks == "auto":
             # As many as torchrun is given: all GPUs but those that a recipe names for servers.
-            named = {gpu for gpus_of_one in _server_gpus(config, 0) for gpu in gpus_of_one}
-            ranks = num_gpus - len(named) if num_gpus > len(named) else num_gpus
+            num_named = len(_server_gpus(config))
+            ranks = num_gpus - num_named if num_gpus > num_named else num_gpus
         room = Room(memory, memory, f"each {name.upper()}")
         return cls(room=room, num_gpus=num_gpus, num_ranks=ranks)
 
@@ -201,12 +196,12 @@ def needed(config: Config, shape: ModelShape, place: Place) -> dict[str, float]:
         parts["engine's weights"] = weights
         # The least: the engine takes what is left of the GPU.
         parts["keys and values of a path"] = path
-    elif taken := _num_servers_beside(config, place) * _server_bytes(config, shape, place):
-        parts["servers"] = taken
+    elif taken := _num_servers_beside(config, place) * _server_bytes(config, place):
         if config.engine.vllm.sleep:
             # They leave while a pass runs; what the driver takes stays.
             passing = sum(parts.get(name, 0.0) for name in _PASSING)
-            parts["never there at once"] = -min(passing, taken - shape.RESERVED)
+            taken = max(taken - passing, shape.RESERVED)
+        parts["servers"] = taken
     return parts
 
 
@@ -218,36 +213,35 @@ def _path_tokens(config: Config) -> int:
     return _PROMPT_TOKENS + limit
 
 
-def _server_gpus(config: Config, num_gpus: int) -> list[list[str]]:
-    """The GPUs that servers have in turn, one list a server."""
+def _server_gpus(config: Config) -> Counter[str]:
+    """How many servers there are on each of the GPUs that a recipe names for them."""
     vllm = config.engine.vllm
-    if config.engine.kind != "vllm" or vllm.servers:
-        return []
-    if not vllm.gpus:
-        return [[str(number)] for number in range(num_gpus)]
-    return [[gpu.strip() for gpu in entry.split(",")] for entry in vllm.gpus]
+    taken: Counter[str] = Counter()
+    if config.engine.kind == "vllm" and vllm.gpus and not vllm.servers:
+        for number in range(vllm.num_servers):
+            entry = vllm.gpus[number % len(vllm.gpus)]
+            taken.update(gpu.strip() for gpu in entry.split(","))
+    return taken
 
 
 def _num_servers_beside(config: Config, place: Place) -> int:
     """The most servers that share the GPU of one rank."""
-    turns = _server_gpus(config, place.num_gpus)
-    taken: Counter[str] = Counter()
-    if turns:
-        for number in range(config.engine.vllm.num_servers):
-            taken.update(turns[number % len(turns)])
+    vllm = config.engine.vllm
+    if config.engine.kind != "vllm" or vllm.servers:
+        return 0
+    if not vllm.gpus:
+        # They have the GPUs in turn, and the first rank has the first.
+        return math.ceil(vllm.num_servers / place.num_gpus)
+    taken = _server_gpus(config)
     return max(taken[str(rank)] for rank in range(place.num_ranks))
 
 
-def _server_bytes(config: Config, shape: ModelShape, place: Place) -> float:
+def _server_bytes(config: Config, place: Place) -> float:
     """What a server takes of each of its GPUs, keys and values included."""
-    vllm = config.engine.vllm
-    arguments = " ".join(vllm.server_args)
+    arguments = " ".join(config.engine.vllm.server_args)
     share = re.search(r"--gpu-memory-utilization[ =](\d*\.?\d+)", arguments)
-    cache = re.search(r"--kv-cache-memory-bytes[ =](\d+)", arguments)
-    if place.room is not None and cache is None:
-        return (float(share[1]) if share else SERVER_SHARE) * place.room.whole
-    weights = shape.num_weights * BYTES[config.model.dtype] / vllm.gpus_each
-    return weights + (float(cache[1]) if cache else 0.0) + shape.RESERVED
+    whole = 0 if place.room is None else place.room.whole
+    return (float(share[1]) if share else SERVER_SHARE) * whole
 
 
 def memory(config: Config, vocabulary: Sequence[str], place: Place) -> list[Finding]:
@@ -296,43 +290,5 @@ def memory_of(config: Config, shape: ModelShape, place: Place) -> list[Finding]:
         share = max(0.0, (left + servers) / room.whole / _num_servers_beside(config, place))
         note += f"; the learner leaves each server {share:.2f} of it (--gpu-memory-utilization)"
     if left < 0:
-        note += f". {_advice(config, shape, place)}"
+        note += f". {_ADVICE}"
     return [*found, Finding("sum", gigabytes(total), left >= 0, note)]
-
-
-def _advice(config: Config, shape: ModelShape, place: Place) -> str:
-    """Which settings would make it fit, or that none would."""
-    changes: list[str] = []
-    for change in _savings(config, place):
-        changes.append(change)
-        total = sum(needed(load_config(config, changes), shape, place).values())
-        if total <= place.limit:
-            return f"It would fit, with {gigabytes(total)}: {' '.join(changes)}"
-    total = sum(needed(load_config(config, changes), shape, place).values())
-    return (
-        f"Even with {' '.join(changes) or 'the smallest settings'} it takes {gigabytes(total)}:"
-        " take a smaller model or a larger machine; `treegraft doctor RECIPE --gpus 8` says what"
-        " several GPUs hold"
-    )
-
-
-def _savings(config: Config, place: Place) -> Iterator[str]:
-    """Overrides that take less memory, those that cost least first; each keeps those before."""
-    native, learn, model = config.engine.native, config.learn, config.model
-    has_cache = config.engine.kind == "native" and not place.num_gpus
-    # A pack has to hold the longest path.
-    smallest_pack = max(2048, _path_tokens(config))
-    if learn.max_pack_tokens > smallest_pack:
-        yield f"learn.max_pack_tokens={smallest_pack}"
-    if has_cache and native.cpu_cache_gb > 1:
-        yield "engine.native.cache_gb=1"
-    if not model.gradient_checkpointing:
-        yield "model.gradient_checkpointing=true"
-    if _num_servers_beside(config, place) and not config.engine.vllm.sleep:
-        yield "engine.vllm.sleep=true"
-    if place.num_ranks > 1 and not learn.offload:
-        yield "learn.offload=true"
-    if not model.lora.rank:
-        yield "model.lora.rank=16"
-    if model.dtype == "float32":
-        yield "model.dtype=bfloat16"

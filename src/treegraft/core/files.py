@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -82,6 +83,12 @@ def open_own(path: Path, mode: str = "a") -> IO[Any]:
     the mode "a" nothing in it is lost. Raises OSError where it is a link."""
     buffering = 0 if "b" in mode else -1
     return open(path, mode, buffering, opener=_not_following)
+
+
+def free_name(path: Path) -> Path:
+    """Returns a path where nothing is: `path`, or one with a number at its end."""
+    numbers = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbers) if not os.path.lexists(one))
 
 
 def remove_folder(path: Path) -> None:

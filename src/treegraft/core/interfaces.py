@@ -102,10 +102,6 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
         """Takes one optimiser step on demonstrations and returns their mean loss per token, NaN if
         the step was skipped. The default of `weight_decay` is that of [learn]."""
 
-    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """Returns two counts: the steps of demonstrations whose tokens with loss are all the most
-        likely ones, and all steps."""
-
     def forget_moments(self) -> None:
         """Resets the optimiser's moments, such as between warm-up and training."""
 
@@ -116,7 +112,7 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
     def weights(self) -> WeightSource:
         """Returns the plain model's weights with adapters merged into them."""
 
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+    def save(self, folder: Path) -> None:
         """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
 
 

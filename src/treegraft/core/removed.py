@@ -5,11 +5,13 @@ from __future__ import annotations
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
+_WARNING = "Gone since 0.8; the viewer draws the metric that it looked at (docs/warnings.md)."
 _PRICE = "Gone since 0.8; the report counts the tokens read and written."
 _DRAWS = (
     'Gone since 0.8: vLLM draws, and "measured" reports exact entropies on GPUs; the tokens of the'
     ' native engine come from engine.kind = "native" alone.'
 )
+_SYMPTOMS = "Gone since 0.8; health.violated and health.entropy_collapse warn of a collapse."
 
 
 def _world(name: str, called: str) -> dict[str, str]:
@@ -84,6 +86,21 @@ REMOVED: dict[str, str] = {
         " remote tool is tried again (tools.num_retries)."
     ),
     "tools.replay": "Gone since 0.8: results in tools.cache_path are used wherever they are there.",
+    **{
+        f"health.{name}": _WARNING
+        for name in (
+            "answer_not_found",
+            "policy_still",
+            "one_sign",
+            "tool_failing",
+        )
+    },
+    "health.symptoms_every": _SYMPTOMS,
+    "health.success_falling": _SYMPTOMS,
+    "health.question_ignored": _SYMPTOMS,
+    "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
+    "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
@@ -148,13 +165,10 @@ _CONSTANT: dict[str, str] = {
     "loss.future_highest": "1.2",
     "learn.final_lr_frac": "0",
     "learn.vocab_chunk": "2,048",
-    "learn.compile_kernels": "true",
-    "learn.replicate": "1",
     "warmup.min_reward": "none; warmup.num_best chooses demonstrations",
     "warmup.final_lr_frac": "0.05 with schedule = 'linear' and 0 with 'cosine'",
     "track.project": "that of the environment: TRACKIO_PROJECT, WANDB_PROJECT",
     "health.window": "3",
-    "health.symptoms_every": "5",
 }
 """Settings of earlier versions that always have this value now."""
 REMOVED |= {name: f"Gone since 0.8: it is always {value}." for name, value in _CONSTANT.items()}

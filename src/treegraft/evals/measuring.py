@@ -17,7 +17,7 @@ from treegraft.rollout.formats.markup import boxed
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import pass_at_k
 from treegraft.runs.display import display_on
-from treegraft.runs.open import open_agent
+from treegraft.runs.open import open_checkpoint
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import parse_tree, tree_to_json
 from treegraft.settings.config import Config, settings_with
@@ -79,7 +79,7 @@ class Subject:
             CheckpointError: no such checkpoint.
             SettingError: a wrong override, or one that has no effect on greedy trajectories.
         """
-        config, model_path = open_agent(checkpoint, config, overrides)
+        config, model_path = open_checkpoint(checkpoint, config, overrides)
         if config.eval.greedy:
             reason = "trajectories are greedy; add eval.greedy=false"
             refuse_sampling(overrides, reason, "eval.num_samples")

@@ -4,7 +4,6 @@ adapters share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from treegraft import Config, SettingError, Tree
@@ -65,13 +64,6 @@ class Host(NamedTuple):
                 f" {self.name}, which loads models from files; name a checkpoint of `treegraft sft`"
                 " or `train`.",
                 code="host-model-path",
-            )
-        if (Path(config.model.path).expanduser() / "adapter").is_dir():
-            raise SettingError(
-                f"model.path: got '{config.model.path}', a checkpoint that keeps its adapters"
-                f" apart, expected whole weights inside {self.name}, which would load it without"
-                " them. Make the checkpoint with model.lora.merge = true.",
-                code="host-adapters-apart",
             )
         if not config.run.num_updates:
             raise SettingError(

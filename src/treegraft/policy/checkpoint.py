@@ -3,7 +3,6 @@ needs to go on.
 
     checkpoints/update-000010/
       config.json  model.safetensors the plain model, adapters merged into it; tokenizer files
-      adapter/                       with model.lora.merge = false: adapters, model without them
       treegraft/config.json          resolved settings
       treegraft/state.json           counters, offsets, and a checksum of every other file
       treegraft/optimiser.safetensors  float32 master weights and moments; of several ranks each
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ from treegraft.runs.checkpoint import (
 )
 from treegraft.runs.trust import remember, settings_of
 
-ADAPTER = "adapter"
-
 
 def partial_of(folder: Path) -> Path:
     """Returns where a checkpoint is written before it gets its name."""
@@ -55,13 +52,11 @@ def save_checkpoint(
     tokenizer: Any,
     state: TrainState,
     config_json: str,
-    keep_adapter: bool,
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a checkpoint to `folder`, all of it or nothing.
 
     Args:
-        keep_adapter: write the adapters apart, and the model without them.
         write_more: writes further files into the folder that it is given.
     """
     from transformers.utils import logging
@@ -71,7 +66,7 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / "treegraft").mkdir(parents=True)
-        learner.save(partial, keep_adapter=keep_adapter)
+        learner.save(partial)
         if write_more is not None:
             write_more(partial)
         for trace in ("is_local", "local_files_only"):
@@ -105,47 +100,22 @@ def save_checkpoint(
         remove_folder(aside)
 
 
-def write_model(
-    folder: Path, model: Any, weights: Mapping[str, Tensor], *, keep_adapter: bool
-) -> None:
+def write_model(folder: Path, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Writes the plain model as a folder that transformers loads.
 
     Args:
-        weights: of the plain model, adapters merged into them.
-        keep_adapter: write the adapters apart, and the model without them.
+        weights: of the plain model by name, adapters merged into them.
     """
     inner = base_model(model)
-    is_apart = keep_adapter and inner is not model
-    if is_apart:
-        # The weights below the adapters, by the plain model's names.
-        weights = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in inner.state_dict().items()
-            if ".lora_" not in name
-        }
     # Without the second name of tied weights, which safetensors would store twice.
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
-    own = {name: x.detach().cpu().clone() for name, x in weights.items() if name not in tied}
+    own = {name: x.detach().cpu().clone() for name, x in weights if name not in tied}
     inner.save_pretrained(folder, state_dict=own)
-    if is_apart:
-        model.save_pretrained(folder / ADAPTER)
 
 
 def write_optimiser(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Writes the optimiser's state into the folder of a checkpoint."""
     write_rows(folder / "treegraft" / "optimiser.safetensors", state, is_first=True)
-
-
-def with_saved_adapter(model: Any, folder: Path) -> Any:
-    """Returns the model with the adapters merged that a checkpoint keeps beside it; the model
-    itself where it keeps none."""
-    if not (folder / ADAPTER).is_dir():
-        return model
-    from peft import PeftModel
-
-    merged = PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
-    # peft freezes what it adapts; all of it may be trained next.
-    return merged.requires_grad_(True)
 
 
 def read_optimiser(folder: Path) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from treegraft.core.given import GIVEN
 from treegraft.core.import_paths import load_object
 from treegraft.core.locate import at_hand, locate
 from treegraft.core.packages import require
-from treegraft.policy.checkpoint import with_saved_adapter
 from treegraft.policy.output_head import first_line
 from treegraft.policy.shapes import PREFIX, ModelShape, shape_named
 from treegraft.policy.tiny import build_shaped_model, build_tiny_model, build_word_tokenizer, seeded
@@ -52,12 +51,13 @@ def load_model(
     vocabulary: Sequence[str] = (),
     seed: int = 0,
     has_weights: bool = True,
+    on_gpu: bool = True,
 ) -> tuple[Any, Any]:
-    """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off;
-    adapters that a checkpoint keeps beside its weights are merged into them.
+    """Returns (model, tokenizer) in evaluation mode, dropout off.
 
     Args:
         vocabulary: words of the "tiny" model's tokenizer.
+        on_gpu: whether the model goes to the first GPU, if there is one.
         has_weights: False leaves the model on torch's meta device: it has a configuration and
             shapes, and takes no memory.
 
@@ -65,7 +65,7 @@ def load_model(
         ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
             cannot be trained with these settings.
     """
-    device = "cuda" if has_cuda() else "cpu"
+    device = "cuda" if has_cuda() and on_gpu else "cpu"
     if settings.path == "tiny":
         if not vocabulary:
             raise ModelError(
@@ -310,6 +310,13 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
     logging.disable_progress_bar()
 
     folder, shared = _place(settings)
+    if (Path(folder) / "adapter").is_dir():
+        raise ModelError(
+            f"model '{settings.path}': got a checkpoint of 0.7 that keeps its adapters apart, in"
+            " 'adapter', expected whole weights. Merge them with peft: PeftModel.from_pretrained,"
+            " merge_and_unload, save_pretrained.",
+            code="adapters-apart",
+        )
     if "gguf_file" in shared:
         require(f"model '{settings.path}'", "gguf")
     tokenizer = _load_tokenizer(settings.path, folder, shared)
@@ -325,8 +332,6 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
             model, found = loaded
             # transformers fills these with random numbers, and says so in its log alone.
             missing = sorted(found["missing_keys"])
-            # Before the weights are rounded to model.dtype, as the learner adds adapters.
-            model = with_saved_adapter(model, Path(folder))
         else:
             model = _without_weights(folder, shared)
             # The model's own end tokens stand in a file of their own, where there is one.

@@ -142,7 +142,6 @@ class ModelShape:
         model, learn = config.model, config.learn
         width, trained, is_one = BYTES[model.dtype], self.num_trained(config), ranks == 1
         weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
-        shards = ranks
         frozen = (self.num_weights - trained if model.lora.rank else 0) * width
         tokens = learn.max_pack_tokens
         kept, passing = self.activation_bytes(
@@ -153,11 +152,11 @@ class ModelShape:
         floats = 4 * min(3 * rows * self.vocab_size, _ROOMY_FLOATS)
         has_reference = config.loss.kl_coef > 0 and not model.lora.rank
         state: dict[str, float] = {
-            "weights": weights if is_one else frozen / shards,
-            "masters": 4 * trained / shards if width == 2 or not is_one else 0,
-            "gradients": 4 * trained / shards,
-            "AdamW": 8 * trained / shards,
-            "reference": weights / shards if has_reference else 0,
+            "weights": weights if is_one else frozen / ranks,
+            "masters": 4 * trained / ranks if width == 2 or not is_one else 0,
+            "gradients": 4 * trained / ranks,
+            "AdamW": 8 * trained / ranks,
+            "reference": weights / ranks if has_reference else 0,
         }
         parts = {} if learn.offload and not is_one else state
         parts |= {

@@ -154,14 +154,6 @@ def read_state(folder: Path) -> TrainState:
     return state
 
 
-def whole_state(folder: Path) -> TrainState | None:
-    """Returns the state of a checkpoint, None for one that cannot be used."""
-    try:
-        return read_state(folder)
-    except CheckpointError:
-        return None
-
-
 def unreadable(folder: Path, error: Exception) -> CheckpointError:
     """Returns what to raise for a checkpoint that reading has failed with."""
     text = f"{type(error).__name__}: {error}"

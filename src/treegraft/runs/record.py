@@ -14,13 +14,11 @@ then renamed, so that no reader finds half of one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -28,6 +26,7 @@ from typing import IO
 from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import (
     LineFile,
+    free_name,
     leads_outside,
     open_own,
     parse_json,
@@ -78,12 +77,6 @@ def runs_beside(path: Path) -> str:
     return close or (f" There are {', '.join(newest[:5])}." if newest else "")
 
 
-def free_name(path: Path) -> Path:
-    """Returns a folder that is not there: `path`, or one with a number at its end."""
-    numbers = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], numbers) if not os.path.lexists(one))
-
-
 class RunFolder:
     """Paths and files of one run."""
 
@@ -111,7 +104,6 @@ class RunFolder:
         # Made aside, each process its own, and renamed: a killed process leaves no folder that
         # looks like a run, and of several that want one name only one can get it.
         partial = path.with_name(f".{secrets.token_hex(8)}.partial")
-        above = [one for one in path.parents if not one.exists()]
         try:
             for folder in ("trees", "checkpoints"):
                 (partial / folder).mkdir(parents=True)
@@ -124,9 +116,6 @@ class RunFolder:
             if os.path.lexists(path) and not is_named:
                 return cls.create(free_name(path), config_json, is_named=False)
             cls.refuse_unusable(path)
-            for one in above:
-                with suppress(OSError):
-                    one.rmdir()
             raise CheckpointError(
                 f"run folder '{path}' could not be made ({storage_fault(error) or error}); expected"
                 " a folder that can be written to and has room. Choose another run.dir.",
@@ -136,8 +125,7 @@ class RunFolder:
 
     @staticmethod
     def refuse_unusable(path: Path) -> None:
-        """Raises CheckpointError where no folder can be made at `path`, or something is there."""
-        fault = ""
+        """Raises CheckpointError if no folder can be made at `path`, or something is there."""
         if os.path.lexists(path):
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
@@ -145,17 +133,10 @@ class RunFolder:
                 code="run-exists",
             )
         above = next(one for one in path.absolute().parents if os.path.lexists(one))
-        if not above.is_dir():
-            fault = f"'{above}' is not a folder"
-        elif not os.access(above, os.W_OK | os.X_OK):
-            fault = f"'{above}' cannot be written to"
-        else:
-            longest = os.pathconf(above, "PC_NAME_MAX")
-            if any(len(os.fsencode(part)) > longest for part in path.parts):
-                fault = f"a name in it has more than {longest} bytes"
-        if fault:
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise CheckpointError(
-                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name.",
+                f"run folder '{path}' cannot be made: '{above}' is not a folder that can be written"
+                " to. Choose another run.dir.",
                 code="run-not-made",
             )
 

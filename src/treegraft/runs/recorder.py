@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,28 +46,23 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="treegraft-record")
-        self._fault: BaseException | None = None
+        self._last: Future[None] = self._thread.submit(lambda: None)
 
     def submit(self, write: Callable[[], object]) -> None:
         """Asks for a write. Raises what an earlier one has failed with."""
-        self._check()
-        self._thread.submit(self._written, write)
+        before = self._last
+        if before.done():
+            before.result()
 
-    def _written(self, write: Callable[[], object]) -> None:
-        if self._fault is None:
-            try:
-                write()
-            except BaseException as error:
-                self._fault = error
+        def write_after() -> None:
+            before.result()
+            write()
 
-    def _check(self) -> None:
-        if self._fault is not None:
-            raise self._fault
+        self._last = self._thread.submit(write_after)
 
     def drain(self) -> None:
         """Waits until all is written. Raises what a write has failed with."""
-        self._thread.submit(lambda: None).result()
-        self._check()
+        self._last.result()
 
     def close(self) -> None:
         """Ends the thread once all is written; a failure is not raised."""

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Tokenizer
-from treegraft.core.packages import not_installed
 from treegraft.core.shown import above
 from treegraft.core.types import Observation, ToolCall, Trajectory, Tree
 from treegraft.runs.open import find_checkpoint
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.objects import Objects
-
-if TYPE_CHECKING:
-    import pandas
-
 
 Messages = Iterable[Mapping[str, Any]]
 """Chat messages, {"role": ..., "content": ...}."""
@@ -81,24 +76,6 @@ class ServedViewer(Protocol):
     def close(self) -> None: ...
 
 
-class History(list[dict[str, float]]):
-    """The metrics of a run, one dict an update, in order."""
-
-    def frame(self) -> pandas.DataFrame:
-        """Returns them as a pandas DataFrame with a row for each update.
-
-        Raises:
-            SettingError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise SettingError(
-                not_installed("history.frame()", ["pandas"], "pandas"), code="package-missing"
-            ) from error
-        return pandas.DataFrame(list(self))
-
-
 def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:
     """Returns the latest value of every metric after a further line; warnings that do not stand any
     more are left out."""
@@ -146,15 +123,10 @@ class RunResult:
         return f"<RunResult {str(self.run_dir)!r}: {', '.join([f'checkpoint {last}', *known])}>"
 
     @property
-    def checkpoint(self) -> Path:
-        """The same as `checkpoint_dir`."""
-        return self.checkpoint_dir
-
-    @property
-    def history(self) -> History:
+    def history(self) -> list[dict[str, float]]:
         """The metrics of each update, under flat names such as "reward/mean"; a line of update 0
         holds the evaluation before the first one. Read anew each time."""
-        return History(read_metrics(self.run_dir))
+        return read_metrics(self.run_dir)
 
     @property
     def evaluations(self) -> list[dict[str, float]]:

@@ -8,11 +8,11 @@ end of one process and the start of the next.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum, storage_fault
@@ -23,11 +23,10 @@ from treegraft.runs.checkpoint import (
     read_state,
     tidy,
     way_out,
-    whole_state,
 )
 from treegraft.runs.open import own_config
 from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_files import TreePart, parts_in
+from treegraft.runs.tree_files import parts_in
 from treegraft.runs.trust import require_trust, settings_of
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import differences, load_config
@@ -35,10 +34,9 @@ from treegraft.settings.objects import Source
 from treegraft.settings.table import with_choices, with_value
 
 METRICS = "metrics.jsonl"
-ACCEPT = "--accept-changes"
-"""The option with which a resumed run takes as they are the things that have changed."""
+_OF_FOLDER = (METRICS, "trees/", "reference/")
+"""How the names of a checkpoint's inputs begin that are files of the run folder."""
 _REFERENCE = "reference/*.safetensors"
-_REPLAYED = "trees/update-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +44,12 @@ class Resumed:
     """A run to go on with, before anything is written."""
 
     config: Config
-    folder: RunFolder
-    """Claimed for this process."""
-    checkpoint: Path | None
+    folder: RunFolder | None = None
+    """Claimed for this process; None for a new run."""
+    checkpoint: Path | None = None
     """The checkpoint to go on from; None starts at the beginning."""
     state: TrainState
-    notices: Sequence[str]
+    notices: Sequence[str] = ()
     """What the user is told when the run begins, one sentence each."""
 
 
@@ -75,21 +73,24 @@ def resumed(
     own = own_config(run_dir)
     settings = _resumed_settings(run_dir, own, config)
     folder = RunFolder.open(run_dir)
-    changed = _changed_objects(folder.read_objects(), given, str(run_dir))
+    notices = _changed_objects(folder.read_objects(), given, run_dir)
     # Before anything is read or tidied: another process may be writing a checkpoint.
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
         checkpoint = latest_checkpoint(folder.checkpoints_dir)
         state = TrainState.fresh()
-        notices = [*changed, *_of_the_beginning(folder, checkpoint)]
+        notices += _of_the_beginning(folder, checkpoint)
         if checkpoint is not None:
             state = read_state(checkpoint)
             _refuse_short(folder, state, checkpoint)
             require_trust(settings_of(checkpoint))
             refuse_other_settings(run_dir, own, checkpoint)
-            notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
-            notices += _damaged_results(folder, state.update, settings)
+            places = {name: name for name in state.beside if name.startswith(_OF_FOLDER)}
+            changed = changes(state.beside, folder_inputs(run_dir, state, places), places)
+            if not accepts_changes:
+                refuse_changed(run_dir, checkpoint, changed)
+            notices += [*changed, *_damaged_trees(folder, state.update, settings)]
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
@@ -133,7 +134,7 @@ def _resumed_settings(run_dir: Path, own: Config, config: Source | None) -> Conf
     return settings
 
 
-def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: str) -> list[str]:
+def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: Path) -> list[str]:
     """Returns a sentence for each object whose source has changed since it was noted.
 
     Raises:
@@ -171,62 +172,45 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
         )
 
 
-def _damaged_results(folder: RunFolder, update: int, config: Config) -> Iterator[str]:
+def _damaged_trees(folder: RunFolder, update: int, config: Config) -> Iterator[str]:
     """What a resume does not depend on, and is not as it was written."""
     has_all = config.track.record_trees and config.track.keep_trees is None
     if damaged := folder.damaged_trees(update, has_all=has_all):
         more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
         yield (
-            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is shown of"
-            " them may be wrong; the run itself does not depend on them and goes on as it was"
-        )
-    best = folder.checkpoints_dir / "best"
-    if best.exists() and whole_state(best) is None:
-        yield (
-            f"{best} is damaged; the run goes on without it, and the next better evaluation"
-            " replaces it"
+            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is"
+            " shown of them may be wrong; the run itself does not depend on them and goes on as it"
+            " was"
         )
 
 
-class FolderInputs:
-    """The checksums of what a run folder holds and a resume depends on. What has not changed is
-    read once."""
+def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the checksums of what a run folder holds and a resume depends on; of metrics.jsonl
+    that of the beginning that the state has seen.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._known: dict[Any, str] = {}
-
-    def checksums(self, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
-        """Returns the checksum of each; of metrics.jsonl that of the beginning that the state has
-        seen.
-
-        Args:
-            replayed: `Replay.labels`.
-        """
-        # Before, what is there was left by a process that was killed, and is written again.
-        is_begun, wanted = state.is_closed or state.update > 0, {*replayed}
-        files = self._run_dir.glob(_REFERENCE) if is_begun else ()
-        found = {one.relative_to(self._run_dir).as_posix(): self._checksum(one) for one in files}
-        for part in parts_in(self._run_dir / "trees"):
-            is_start = part.update == 0 and part.kind != "update" and is_begun
-            if is_start or part.label in wanted:
-                found[part.label] = self._sum(part)
-        if state.metrics_size:
-            found[METRICS] = file_checksum(self._run_dir / METRICS, state.metrics_size)
-        return dict(sorted(found.items()))
-
-    def _checksum(self, path: Path) -> str:
+    Args:
+        replayed: `Replay.labels`.
+    """
+    found = {}
+    # Before, what is there was left by a process that was killed, and is written again.
+    is_begun = state.is_closed or state.update > 0
+    for path in run_dir.glob(_REFERENCE) if is_begun else ():
         facts = path.stat()
-        key = (path, facts.st_size, facts.st_mtime_ns)
-        if key not in self._known:
-            self._known[key] = file_checksum(path)
-        return self._known[key]
+        name = path.relative_to(run_dir).as_posix()
+        found[name] = _checksum(path, facts.st_size, facts.st_mtime_ns)
+    for part in parts_in(run_dir / "trees"):
+        is_start = part.update == 0 and part.kind != "update" and is_begun
+        if is_start or part.label in replayed:
+            found[part.label] = part.sum_here()
+    if state.metrics_size:
+        found[METRICS] = file_checksum(run_dir / METRICS, state.metrics_size)
+    return dict(sorted(found.items()))
 
-    def _sum(self, part: TreePart) -> str:
-        # Not by its file, which grows with each update.
-        if part.key not in self._known:
-            self._known[part.key] = part.sum_here()
-        return self._known[part.key]
+
+@functools.lru_cache(maxsize=8)
+def _checksum(path: Path, size: int, mtime_ns: int) -> str:
+    """The checksum of a large file, which is read once."""
+    return file_checksum(path)
 
 
 def refuse_other_settings(run_dir: Path, own: Config, checkpoint: Path) -> None:
@@ -267,91 +251,31 @@ def _refuse_short(folder: RunFolder, state: TrainState, checkpoint: Path) -> Non
         )
 
 
-def refuse_changes(
-    run_dir: Path, state: TrainState, checkpoint: Path, *, accepts: bool
-) -> Sequence[str]:
-    """Compares what the run folder holds with the checksums in a checkpoint.
+def changes(
+    noted: Mapping[str, str], here: Mapping[str, str], places: Mapping[str, str]
+) -> list[str]:
+    """Returns a sentence for each input that is missing or not as a checkpoint noted it.
 
     Args:
-        accepts: changes are returned, one sentence each, instead of refused.
-
-    Raises:
-        CheckpointError: something has changed or is missing.
+        noted, here: checksums then and now, by name.
+        places: what to call the inputs to compare.
     """
-    replayed = [name for name in state.beside if name.startswith(_REPLAYED)]
-    changed = _changes(state.beside, FolderInputs(run_dir).checksums(state, replayed))
-    if changed and not accepts:
+    found = []
+    for name, place in places.items():
+        if name in noted and name not in here:
+            found.append(f"{place} is missing")
+        elif name in noted and noted[name] != here[name]:
+            found.append(f"{place} has changed")
+    return found
+
+
+def refuse_changed(run_dir: Path, checkpoint: Path, changed: Sequence[str]) -> None:
+    """Raises CheckpointError if there are any changes."""
+    if changed:
         raise CheckpointError(
             f"run folder '{run_dir}': {'; '.join(changed)} since {checkpoint.name} was written, so"
-            f" the resumed run would not equal an undisturbed one. {ways_out(run_dir, checkpoint)}",
+            " the resumed run would not equal an undisturbed one. Put it back, go on all the same"
+            f" with: treegraft train --resume {run_dir} --accept-changes, or start a new run with"
+            f" model.path={checkpoint}.",
             code="inputs-changed",
         )
-    return changed
-
-
-def _changes(noted: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    changed = []
-    for name, checksum in noted.items():
-        # What a session reads is compared by `refuse_changed_inputs`.
-        if name not in here and (name == METRICS or name.startswith(("trees/", "reference/"))):
-            changed.append(f"{name} is missing")
-        elif name in here and here[name] != checksum:
-            changed.append(f"{name} has changed")
-    return changed
-
-
-def ways_out(run_dir: Path, checkpoint: Path) -> str:
-    """Returns how to go on if something beside a checkpoint has changed."""
-    return (
-        f"Put it back, go on all the same with: treegraft train --resume {run_dir} {ACCEPT}, or"
-        f" start a new run with model.path={checkpoint}."
-    )
-
-
-CHANGED = {
-    "tasks": "the tasks have changed",
-    "demonstrations": "the demonstrations{} have changed",
-    "buffer": "the Step-Trace Buffer '{}' (traces, vectors or evictions) has changed",
-}
-"""What a session reads, by its name among the inputs, and the sentence when it is another; with the
-place if there is one."""
-
-
-def refuse_changed_inputs(
-    run_dir: Path,
-    state: TrainState,
-    checkpoint: Path,
-    inputs: Mapping[str, str],
-    places: Mapping[str, object],
-) -> None:
-    """Compares what a session reads (tasks, demonstrations, buffer) with the checksums in the
-    checkpoint that it goes on from.
-
-    Args:
-        inputs: the checksums now, by name; those that the checkpoint has none of do not matter.
-        places: where they are read from.
-
-    Raises:
-        CheckpointError: one has changed, or the run's own buffer is missing.
-    """
-    for name, what in CHANGED.items():
-        noted, here = state.beside.get(name), inputs.get(name)
-        if noted is None or noted == here or (here is None and name != "buffer"):
-            continue
-        if here is None:
-            raise CheckpointError(
-                f"run folder '{run_dir}': its Step-Trace Buffer {places[name]} is missing, which"
-                f" {checkpoint.name} was trained with. {ways_out(run_dir, checkpoint)}",
-                code="run-buffer-missing",
-            )
-        text = (
-            f"run folder '{run_dir}': {what.format(places.get(name, ''))} since"
-            f" {checkpoint.name} was written, so the resumed run would not equal an undisturbed"
-            f" one. {ways_out(run_dir, checkpoint)}"
-        )
-        # Written out, so that each code is found where it is raised.
-        if name == "tasks":
-            raise CheckpointError(text, code="tasks-changed")
-        if name == "demonstrations":
-            raise CheckpointError(text, code="demonstrations-changed")
-        raise CheckpointError(text, code="buffer-changed")

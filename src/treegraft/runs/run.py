@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from treegraft.core.errors import DataError, EngineError, SettingError, StorageError
-from treegraft.core.files import storage_fault, write_atomically
+from treegraft.core.files import free_name, storage_fault, write_atomically
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop
@@ -25,10 +25,10 @@ from treegraft.runs.checkpoint import (
     prune_checkpoints,
 )
 from treegraft.runs.metrics import CALLS
-from treegraft.runs.record import RunFolder, free_name, read_metrics
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
-from treegraft.runs.resume import FolderInputs, refuse_changed_inputs, resumed
+from treegraft.runs.resume import Resumed, changes, folder_inputs, refuse_changed, resumed
 from treegraft.runs.tree_files import find_part
 from treegraft.runs.trust import remember
 from treegraft.settings.config import Config
@@ -36,6 +36,7 @@ from treegraft.settings.load import config_json, load_config
 from treegraft.settings.objects import Source
 from treegraft.settings.table import with_choices
 
+_BEST = "best"
 SPENT = (CALLS, ("rollout/num_sampled_tokens",))
 """What counts against the limits of [run]: executed calls, and tokens."""
 
@@ -47,8 +48,8 @@ class Trains(Protocol):
         """Returns the checksums of what it reads and a resume depends on, by name; `at_start`, as
         they were at the checkpoint."""
 
-    def input_places(self) -> Mapping[str, object]:
-        """Returns where it reads them from, for messages."""
+    def input_places(self) -> Mapping[str, str]:
+        """Returns what messages call them."""
 
     @property
     def update(self) -> int:
@@ -84,7 +85,7 @@ class WarmUpStep:
     num_steps: int
     """Steps done."""
     metrics: Mapping[str, float]
-    """warmup/loss, and at the end warmup/skill if the expert solves held-out tasks."""
+    """warmup/loss."""
     spent: Mapping[str, float]
     """What the step cost, which is added up: tokens and seconds."""
 
@@ -131,7 +132,8 @@ class Run:
     """The processes that run the training together."""
     accepts_changes: bool = False
     """Whether what lies beside the checkpoint is taken as it is, see `runs.resume`."""
-    _notices: Sequence[str] = ()
+    notices: Sequence[str] = ()
+    """What the user is told when it begins, one sentence each."""
 
     def __post_init__(self) -> None:
         self.display, self.stop = self.recorder.display, Stop()
@@ -168,54 +170,41 @@ class Run:
         Raises:
             TreegraftError: bad input, see `runs.resume.resumed`; nothing has been written then.
         """
-        facts: dict[str, Any]
         if resume is not None:
             found = resumed(Path(resume), source, given, accepts_changes=accepts_changes)
-            config, folder = found.config, found.folder
-            facts = {
-                "path": folder.path,
-                "checkpoint": found.checkpoint,
-                "state": found.state,
-                "_notices": found.notices,
-            }
-        else:
-            config, folder = cls._settings(source, accepts_changes=accepts_changes), None
-            facts = {
-                "path": new_run_path(config, recipe, source),
-                "checkpoint": None,
-                "state": TrainState.fresh(),
-            }
-        try:
-            recorder = Recorder(config, display, callbacks)
-        except BaseException:
-            if folder is not None:
-                folder.release()
-            raise
-        return cls(
-            config=config,
-            folder=folder,
-            given=given,
-            command=command,
-            team=team or Alone(),
-            recorder=recorder,
-            accepts_changes=accepts_changes,
-            **facts,
-        )
-
-    @staticmethod
-    def _settings(source: Source | None, *, accepts_changes: bool) -> Config:
-        if accepts_changes:
+        elif accepts_changes:
             raise SettingError(
                 "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
                 code="nothing-resumed",
             )
-        if source is None:
+        elif source is None:
             raise SettingError(
                 "train: neither settings nor a run to resume were given; name a recipe or a run"
                 " folder.",
                 code="nothing-to-train",
             )
-        return with_choices(load_config(source))
+        else:
+            config = with_choices(load_config(source))
+            found = Resumed(config=config, state=TrainState.fresh())
+        folder = found.folder
+        try:
+            return cls(
+                config=found.config,
+                path=new_run_path(found.config, recipe, source) if folder is None else folder.path,
+                folder=folder,
+                checkpoint=found.checkpoint,
+                state=found.state,
+                given=given,
+                command=command,
+                recorder=Recorder(found.config, display, callbacks),
+                team=team or Alone(),
+                accepts_changes=accepts_changes,
+                notices=found.notices,
+            )
+        except BaseException:
+            if folder is not None:
+                folder.release()
+            raise
 
     # ------------------------------------------------------------------ begin and end
 
@@ -239,11 +228,6 @@ class Run:
         """Whether nothing is left to do."""
         is_closed = self.folder is not None and self.state.is_closed
         return is_closed and self.is_over and self.checkpoint is not None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the present update is evaluated, if that is due, and logged."""
-        return self.state.is_closed
 
     @property
     def is_over(self) -> bool:
@@ -274,8 +258,9 @@ class Run:
         """
         self._session = session
         if self.checkpoint is not None and not self.accepts_changes:
-            inputs, places = session.inputs(at_start=True), session.input_places()
-            refuse_changed_inputs(self.path, self.state, self.checkpoint, inputs, places)
+            inputs = session.inputs(at_start=True)
+            changed = changes(self.state.beside, inputs, session.input_places())
+            refuse_changed(self.path, self.checkpoint, changed)
         folder = self._opened_folder()
         with ExitStack() as ends:
             ends.callback(folder.release)
@@ -284,7 +269,7 @@ class Run:
             )
             ends.enter_context(signals)
             try:
-                texts = [*self._notices, *warnings]
+                texts = [*self.notices, *warnings]
                 ends.enter_context(self.recorder.opened(folder, self._history(), texts))
             except BaseException:
                 self._give_up()
@@ -310,7 +295,7 @@ class Run:
             write_atomically(self.path / "config.json", config_json(self.config))
             remember(self.path / "config.json")
         self.folder = folder
-        self._of_folder = FolderInputs(folder.path)
+        self._own = folder
         return folder
 
     def _history(self) -> list[dict[str, float]]:
@@ -384,20 +369,18 @@ class Run:
         self.save()
         self.team.share(None)
         self.recorder.finish()
-        return self._finished(self._place_of(self.state), self.recorder.latest)
+        place = self._own.checkpoints_dir / checkpoint_name(self.state)
+        return self._finished(place, self.recorder.latest)
 
     def _already_finished(self) -> RunResult:
         assert self.checkpoint is not None
-        metrics, limits = latest_of(self._history()), reached_limits(self.config, self.state)
-        run, shares = self.config.run, self.config.run.spent(self.state.spent)
-        # Twice what was spent: the last update may have gone far beyond the limit.
-        most = {name: round(2 * getattr(run, name) * shares.get(name, 1)) for name in limits}
-        more = (f"run.{name}={num or 20}" for name, num in most.items())
+        limits = reached_limits(self.config, self.state)
+        more = (f"run.{name}={2 * getattr(self.config.run, name) or 20}" for name in limits)
         self.display.warn(
             f"run {self.path} is finished after update {self.state.update}. To train on:"
             f" treegraft train --resume {self.path} {' '.join(more)}"
         )
-        return self._finished(self.checkpoint, metrics)
+        return self._finished(self.checkpoint, latest_of(self._history()))
 
     def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
@@ -443,10 +426,9 @@ class Run:
         return not self._has_warm_up_line()
 
     def _has_warm_up_line(self) -> bool:
-        assert self.folder is not None
-        if not self.folder.warmup_path.exists():
+        if not self._own.warmup_path.exists():
             return False
-        lines = read_metrics(self.path, self.folder.warmup_path.name)
+        lines = read_metrics(self.path, self._own.warmup_path.name)
         done = self.state.warmup_steps
         return any(line.get("warmup/num_steps", 0) == done for line in lines)
 
@@ -454,9 +436,8 @@ class Run:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
         if evaluation is None:  # there are no held-out tasks
             return
-        assert self.folder is not None
         self.display.evaluated(f"warm-up step {self.state.warmup_steps}", evaluation.metrics)
-        self.folder.append_warmup({**self.state.pending, **evaluation.metrics})
+        self._own.append_warmup({**self.state.pending, **evaluation.metrics})
 
     # ------------------------------------------------------------------ updates
 
@@ -494,7 +475,7 @@ class Run:
     def close(self, evaluation: Measured | None = None) -> None:
         """Logs the update with its evaluation (None for none), and keeps the best and the latest
         checkpoints; nothing if that is done."""
-        if not self.is_closed:
+        if not self.state.is_closed:
             self._close(evaluation)
         self.team.share(None)
         # A safe point: nothing is pending that a checkpoint would not hold.
@@ -516,7 +497,7 @@ class Run:
         # Closed before anything is saved: a resume from here must not evaluate and log it again.
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
-            self._write(self._write_best)
+            self._write(_BEST)
         if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
 
@@ -531,8 +512,7 @@ class Run:
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
         if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
-            assert self.folder is not None
-            self.folder.append_warmup({**self.state.pending, **metrics})
+            self._own.append_warmup({**self.state.pending, **metrics})
         if self.is_over:
             metrics |= self._gain_since_start(evaluation)
         self.display.evaluated(f"update {number}" if number else "start", metrics)
@@ -546,24 +526,15 @@ class Run:
 
     def _gain_since_start(self, evaluation: Measured) -> dict[str, float]:
         """How much better the end is than the start, where both were recorded."""
-        assert self.folder is not None
         metrics: dict[str, float] = {}
         self.recorder.written()
-        for kind, after in evaluation.passes.items():
-            part = find_part(self.folder.trees_path(0, kind))
+        for kind in evaluation.passes:
+            part = find_part(self._own.trees_path(0, kind))
             if part is not None and self.state.update > 0:
-                name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
                 try:
-                    before = [*part.trees()]
-                except DataError as error:
-                    self.display.warn(f"{error}: no {name}")
-                    continue
-                if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
-                    self.display.warn(
-                        f"{part.label} has other tasks than this evaluation: no {name}"
-                    )
-                    continue
-                metrics |= evaluation.gain(kind, before)
+                    metrics |= evaluation.gain(kind, [*part.trees()])
+                except (DataError, ValueError) as error:
+                    self.display.warn(f"{error}: the gain since the start is not known")
         return metrics
 
     # ------------------------------------------------------------------ checkpoints
@@ -571,34 +542,18 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the present state, unless there is one."""
         if self.state != self._saved:
-            self._write(self._write_latest)
+            self._write(checkpoint_name(self.state))
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, name: str) -> None:
         self.recorder.written()
         with self.stop.shielded(), span("checkpoint"):
-            write()
-
-    def _place_of(self, state: TrainState) -> Path:
-        assert self.folder is not None
-        return self.folder.checkpoints_dir / checkpoint_name(state)
-
-    def _write_latest(self) -> None:
-        assert self.folder is not None
-        self._write_to(self._place_of(self.state))
-        # Metrics' size was set meanwhile.
-        self._saved = self.state
-        prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
-
-    def _write_best(self) -> None:
-        assert self.folder is not None
-        self._write_to(self.folder.checkpoints_dir / "best")
-
-    def _write_to(self, place: Path) -> None:
-        assert self.folder is not None
-        self.folder.refuse_removed()
-        # A resume cuts the metrics to this length.
-        state = replace(self.state, metrics_size=self.folder.metrics_size())
-        beside = self._of_folder.checksums(state, self._session.replayed())
-        beside |= self._session.inputs()
-        self.state = replace(state, beside=beside)
-        self._session.save(place, self.state)
+            self._own.refuse_removed()
+            # A resume cuts the metrics to this length.
+            state = replace(self.state, metrics_size=self._own.metrics_size())
+            beside = folder_inputs(self.path, state, self._session.replayed())
+            beside |= self._session.inputs()
+            self.state = replace(state, beside=beside)
+            self._session.save(self._own.checkpoints_dir / name, self.state)
+            if name != _BEST:
+                self._saved = self.state
+                prune_checkpoints(self._own.checkpoints_dir, self.config.checkpoint.keep)

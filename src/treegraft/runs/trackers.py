@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
@@ -108,16 +109,6 @@ def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
     return checked
 
 
-class _FunctionTracker:
-    """A function of an update's number and metrics as a tracker."""
-
-    def __init__(self, function: Callable[[int, Mapping[str, float]], Any]) -> None:
-        self.log = function
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
 def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
     """Returns makers of trackers, by name, for callbacks: functions, or objects with some of a
     tracker's methods.
@@ -135,15 +126,15 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
                 code="callback-invalid",
             )
-        tracker = callback if has_methods else _FunctionTracker(callback)
+        tracker = callback if has_methods else SimpleNamespace(log=callback)
         name = f"callback {getattr(callback, '__name__', type(callback).__name__)}"
         if name in makers:
             name = f"{name} {number}"
-        makers[name] = partial(_same, tracker)
+        makers[name] = partial(_given, tracker)
     return makers
 
 
-def _same(tracker: Any, run_dir: Path) -> Any:
+def _given(tracker: Any, run_dir: Path) -> Any:
     return tracker
 
 
@@ -161,17 +152,14 @@ class _Member:
     tracker: Any = None
     """None before it could be made."""
     missed: deque[Entry] = field(default_factory=deque)
-    pause: int = 0
-    """Updates between its last two tries; 0 while it works."""
-    next_try: int = -1
-    """The update before which it is left alone."""
+    is_failing: bool = False
 
 
 class Trackers:
     """The trackers of a run.
 
     Each gets every update once, whether the run is resumed or not. One that fails is named in a
-    sentence and tried again after 1, 2, 4, ... updates, with all that it has missed.
+    sentence and tried again with each later update, with all that it has missed.
     """
 
     def __init__(
@@ -204,8 +192,7 @@ class Trackers:
             for line in history:
                 metrics = {key: value for key, value in line.items() if key != "update"}
                 self._miss(member, (int(line["update"]), metrics, ()))
-            last = int(history[-1]["update"]) if history else -1
-            self._try(member, last, self._catch_up)
+            self._try(member, self._catch_up)
         # Answers to updates of an earlier process ended that process.
         self.wants_end = False
 
@@ -213,7 +200,7 @@ class Trackers:
         """Hands over the trees of an update that is learned."""
         for member in self._members:
             if not self._has_had(member, update):
-                self._try(member, update, lambda m: _call(m.tracker, "sample", update, trees))
+                self._try(member, lambda m: _call(m.tracker, "sample", update, trees))
 
     def log(
         self, update: int, metrics: Mapping[str, float], warnings: Sequence[HealthWarning]
@@ -221,23 +208,21 @@ class Trackers:
         """Hands over the metrics of an update, and the warnings that begin with it."""
         for member in self._members:
             self._miss(member, (update, metrics, warnings))
-            self._try(member, update, self._catch_up)
+            self._try(member, self._catch_up)
 
     def finish(self, latest: Mapping[str, float]) -> None:
         """Hands over the latest value of every metric at the end of a run that has done its
         work."""
         for member in self._members:
             # The last chance for what was missed.
-            member.next_try = 0
-            self._try(member, 0, self._catch_up)
-            self._try(member, 0, lambda m: _call(m.tracker, "finish", latest))
+            self._try(member, self._catch_up)
+            self._try(member, lambda m: _call(m.tracker, "finish", latest))
 
     def close(self) -> None:
         """Closes them all; never raises."""
         for member in self._members:
             if member.tracker is not None:
-                member.next_try = 0
-                self._try(member, 0, lambda m: _call(m.tracker, "close"))
+                self._try(member, lambda m: _call(m.tracker, "close"))
 
     def _has_had(self, member: _Member, update: int) -> bool:
         return update <= self._tracked.updates.get(member.name, -1)
@@ -258,9 +243,7 @@ class Trackers:
             for warning in warnings:
                 _call(member.tracker, "warn", update, warning.name, explained(warning, update))
 
-    def _try(self, member: _Member, update: int, work: Callable[[_Member], None]) -> None:
-        if update < member.next_try:
-            return
+    def _try(self, member: _Member, work: Callable[[_Member], None]) -> None:
         try:
             if member.tracker is None:
                 member.tracker = member.maker(self._run_dir)
@@ -271,21 +254,17 @@ class Trackers:
             raise
         # Whatever a tracker of others raises: no network, no login, a full disk at its side.
         except Exception as error:
-            self._pause(member, update, error)
+            if not member.is_failing:
+                text = plain(str(error).strip().partition("\n")[0], 300)
+                self._warn(
+                    f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
+                    " on, metrics.jsonl has everything, and later updates try again"
+                )
+            member.is_failing = True
             return
-        if member.pause and not member.missed:
-            member.pause = 0
+        if member.is_failing and not member.missed:
+            member.is_failing = False
             self._note(f"tracker '{member.name}' works again and has all updates")
-
-    def _pause(self, member: _Member, update: int, error: Exception) -> None:
-        if member.pause == 0:
-            text = plain(str(error).strip().partition("\n")[0], 300)
-            self._warn(
-                f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
-                " on, metrics.jsonl has everything, and later updates try again"
-            )
-        member.pause = 2 * member.pause or 1
-        member.next_try = update + member.pause
 
 
 def _call(tracker: Any, method: str, *arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from treegraft.core.errors import DataError
 from treegraft.core.files import (
     append_whole,
     checksum,
+    free_name,
     leads_outside,
     open_inside,
     open_own,
@@ -311,26 +313,50 @@ def find_part(path: Path) -> TreePart | None:
 
 
 def cut_parts(folder: Path, update: int, *, is_closed: bool = True) -> None:
-    """Removes what was written after an update, which is evaluated unless it is not closed."""
+    """Removes what was written after an update, which is evaluated unless it is not closed.
+
+    A file of which something that cannot be read would go, other than the end of a later write that
+    a crash cut off, is first copied to NAME.damaged.
+    """
+
+    def is_kept(part: TreePart) -> bool:
+        is_closed_part = is_closed or part.kind == "update"
+        return part.update < update or (part.update == update and is_closed_part)
+
     for path in files_in(folder):
-        end = 0
-        for part in parts_of(path):
-            is_closed_part = is_closed or part.kind == "update"
-            if part.update < update or (part.update == update and is_closed_part):
-                end = part.end
+        parts = parts_of(path)
+        size = path.stat().st_size
+        end = max((part.end for part in parts if is_kept(part)), default=0)
+        num_known = sum(part.size for part in parts if part.begin >= end)
+        last = parts[-1].end if parts else 0
+        torn = _torn(path, last)
+        if size - last < _LONGEST_START or (torn is not None and not is_kept(torn)):
+            num_known += size - last
+        if num_known < size - end:
+            shutil.copyfile(path, free_name(path.with_name(f"{path.name}.damaged")))
         if not end:
             path.unlink()
-        elif end < path.stat().st_size:
+        elif end < size:
             with open_own(path, "ab") as file:
                 file.truncate(end)
 
 
+def _torn(path: Path, begin: int) -> TreePart | None:
+    """The part whose head is at this place, behind the last one that is whole."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        head = _HEAD.match(file.read(_LONGEST_START))
+    return head and TreePart(head[2].decode(), path, path.parent, begin, begin, begin, "", 0)
+
+
 def drop_parts(folder: Path, update: int) -> None:
-    """Removes the trees of an update and of earlier ones; those of evaluations stay."""
+    """Removes the trees of an update and of earlier ones; those of evaluations stay, and what
+    cannot be read behind the last of them."""
     for path in files_in(folder):
-        parts = [part for part in parts_of(path) if part.kind == "update"]
-        kept = [part for part in parts if part.update > update]
-        if parts and not kept:
-            path.unlink()
-        elif len(kept) < len(parts):
-            write_atomically(path, b"".join(part.data() for part in kept))
+        parts = [part for part in parts_of(path) if part.kind == "update" and part.update <= update]
+        if parts:
+            left = path.read_bytes()[parts[-1].end :]
+            if left:
+                write_atomically(path, left)
+            else:
+                path.unlink()

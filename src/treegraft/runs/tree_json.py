@@ -176,8 +176,8 @@ def _columns_from_dict(data: dict[str, Any]) -> dict[str, Column | None]:
         "loss_mask": np.array(_expanded(runs["loss_mask"], bool), np.bool_),
     }
     for name, filler in FILLERS.items():
-        # The first versions recorded no factors.
-        values = data.pop(name, None) if name == "credit_factors" else data.pop(name)
+        # Of factors nothing is written if there are none.
+        values = data.pop(name, None)
         column = np.full(num_tokens, filler)
         if values is not None:
             if len(values) != np.count_nonzero(is_sampled):
@@ -196,8 +196,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     columns = _columns_from_dict(data)
     content = data.pop("content")
     cause = data.pop("cause")
-    # The first versions recorded neither decisions nor lesson_ids.
-    decision = data.pop("decision", None)
+    decision = data.pop("decision")
     if decision is not None:
         seen = BranchCause(**decision["seen"])
         decision = BranchDecision(**{**decision, "seen": seen})
@@ -205,7 +204,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
         **{
             **data,
             **columns,
-            "lesson_ids": tuple(data.get("lesson_ids", ())),
+            "lesson_ids": tuple(data["lesson_ids"]),
             "entropy_kind": EntropyKind(data["entropy_kind"]),
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(

@@ -91,21 +91,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _engine_wrong(config: Config) -> Iterator[Contradiction]:
-    if config.engine.kind != "vllm":
-        return
-    plain = {"repetition_penalty": 1.0}
-    if config.eval.num_samples:
-        plain |= {"top_k": 0, "top_p": 1.0}
-    for name, value in plain.items():
-        if getattr(config.eval, name) != value:
-            yield Contradiction(
-                (f"eval.{name}", "engine.kind"),
-                f"eval.{name}: got {getattr(config.eval, name)}, expected {value} with engine.kind"
-                " = 'vllm': vLLM filters in another order. Evaluate with engine.kind = 'native'.",
-            )
-
-
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
     entry = registered("tasks").get(config.tasks.kind)
     facts = {} if entry is None else entry.facts
@@ -293,7 +278,6 @@ def contradictions(config: Config) -> list[Contradiction]:
         _names_wrong,
         _attribution_wrong,
         _model_wrong,
-        _engine_wrong,
         _tasks_wrong,
         _run_wrong,
         _secrets_wrong,

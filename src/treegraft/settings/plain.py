@@ -30,14 +30,18 @@ def shortened(text: str) -> str:
     return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
+_TOO_LONG = "a number has too many digits, expected at most 64 bits"
 MAX_DEPTH = 16
 """Deepest nesting of tables and lists, more than any setting has."""
 
 
 def _checked(value: Any, left: int = MAX_DEPTH) -> Any:
-    """The value itself; raises RecursionError before the functions that walk it down would."""
+    """The value itself; raises RecursionError before the functions that walk it down would, and
+    ValueError for an integer that JSON or torch cannot hold."""
     if left < 0:
         raise RecursionError
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(_TOO_LONG)
     inner = value.values() if isinstance(value, dict) else value
     for one in inner if isinstance(value, dict | list) else ():
         _checked(one, left - 1)
@@ -136,5 +140,5 @@ def _why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"nested too deeply, expected at most {MAX_DEPTH} tables and lists in one another"
     if "integer string conversion" in str(error):
-        return "a number has too many digits, expected at most 64 bits"
+        return _TOO_LONG
     return str(error)

@@ -107,10 +107,6 @@ class LoraSettings(Settings):
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: str | list[str] = setting("all-linear", acts="nothing")
     """Modules that get an adapter."""
-    merge: bool = True
-    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the base.
-    A run, an evaluation or an agent that begins with such a checkpoint merges them as it loads
-    it."""
 
 
 class ModelSettings(Settings):

@@ -28,10 +28,6 @@ MAX_EXAMPLES = 5
 _NO_TOOLS = {"rollout": {"max_tool_calls": 0}}
 """Without them a data set is refused as tasks of an agent that could call nothing."""
 _COLUMNS = ("tasks.dataset.question_column", "tasks.dataset.reference_column")
-_BEFORE = {
-    "--question-column": "tasks.dataset.question_column={}",
-    "--reference-column": "tasks.dataset.reference_column={}",
-}
 
 
 @data_app.callback()
@@ -39,7 +35,7 @@ def data() -> None:
     """Inspect data before using it."""
 
 
-@data_app.command(cls=commands.command_without(_BEFORE))
+@data_app.command()
 def check(
     train: Annotated[
         str,

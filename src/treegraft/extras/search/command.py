@@ -20,7 +20,6 @@ serve_app = typer.Typer(
 
 
 _SETTINGS = tuple(f"tools.search.{one}" for one in ("kind", "top_k", "encoder", "index_dir"))
-_BEFORE = {f"--{name.rpartition('.')[2].replace('_', '-')}": f"{name}={{}}" for name in _SETTINGS}
 
 
 @serve_app.callback()
@@ -28,7 +27,7 @@ def serve() -> None:
     """Serve a corpus to agents."""
 
 
-@serve_app.command(cls=commands.command_without(_BEFORE))
+@serve_app.command()
 def search(
     corpus: Annotated[
         str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')

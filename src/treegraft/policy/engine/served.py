@@ -188,6 +188,8 @@ class ServerEngine:
     """
 
     fingerprint = ""
+    takes_filters = False
+    """Whether the server can be asked for filters."""
     _kind = EntropyKind.TOP_K
     """Of the entropies in replies that have any."""
 
@@ -261,10 +263,10 @@ class ServerEngine:
         return draft.completion(self.policy_version)
 
     def _draft(self, request: Request) -> Draft:
-        if request.sampling.filters != NO_FILTERS:
+        if request.sampling.filters != NO_FILTERS and not self.takes_filters:
             raise EngineError(
-                f"engine: got {request.sampling.filters}, which servers apply in another order;"
-                ' expected none. Leave them out, or use the engine "native".',
+                f"engine: got {request.sampling.filters}, which a `TokenRequest` does not hold;"
+                ' expected none. Leave them out, or use the engine "native" or "vllm".',
                 code="filters-invalid",
             )
         limit = completion_limit(request, self.max_context)

@@ -76,19 +76,32 @@ def tree_mask(tree: PackedTree, positions: Tensor, window: int | None) -> Tensor
 
 
 def dense_attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """Returns [heads, tokens, width] for query [heads, tokens, width], key and value [kv heads,
-    tokens, width]."""
+    seen, width].
+
+    Args:
+        mask: [tokens, seen] which keys a query sees; None for those up to its own, without caps
+            and sinks.
+    """
     heads, size, width = query.shape
     kv_heads = key.shape[0]
     if options.softcap is None and options.sinks is None:
-        repeats = heads // kv_heads
-        key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
+        if not query.is_cpu:
+            # Elsewhere no fast operator has both a mask and heads that share keys.
+            key, value = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (key, value))
         found = functional.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=mask, scale=options.scaling
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=options.scaling,
+            enable_gqa=True,
         )
         return found[0]
+    assert mask is not None
     # No operator of torch knows caps and sinks, so the scores are written out.
     stacked = query.reshape(kv_heads, -1, width)
     part = partial_attention(stacked, key, value, mask.repeat(heads // kv_heads, 1), options)

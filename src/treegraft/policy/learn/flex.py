@@ -30,8 +30,7 @@ _log = logging.getLogger(__name__)
 BLOCK = 128
 """Tokens along the side of a square; packs on a GPU are padded to a multiple of it."""
 MIN_TOKENS = 1024
-"""Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A
-guess: not measured."""
+"""Packed tokens from which block masks are taken on a GPU. A guess: not measured."""
 _PAIRS = 1 << 22
 """Pairs of stretches that are compared at once."""
 
@@ -50,28 +49,29 @@ and has both once more for layers with a window or a cap."""
 
 Flex = Callable[..., Tensor]
 PROOF_TOKENS = 4097
-"""Tokens of the tree on which FlexAttention is tried: past those up to which a dense mask is taken
-on a GPU, where it alone serves, and no multiple of a block."""
+"""Tokens of the tree on which FlexAttention is tried: past those of a path up to which a mask is
+taken on a GPU, where it alone serves, and no multiple of a block."""
 
 
-def node_positions(nodes: Sequence[Node]) -> list[int]:
-    """Returns for each node how many tokens are before its first one on its path.
+def paths_of(nodes: Sequence[Node]) -> list[tuple[Node, ...]]:
+    """Returns the nodes from the root to each node, itself included.
 
     Args:
         nodes: of one tree or several, in depth-first order.
     """
-    above: list[tuple[Node, int]] = []
+    above: list[Node] = []
     found = []
     for node in nodes:
-        while above and above[-1][0].subtree_end <= node.start:
+        while above and above[-1].subtree_end <= node.start:
             above.pop()
-        first = 0
-        if above:
-            parent, before = above[-1]
-            first = before + parent.end - parent.start
-        above.append((node, first))
-        found.append(first)
+        above.append(node)
+        found.append(tuple(above))
     return found
+
+
+def num_tokens_of(path: Sequence[Node]) -> int:
+    """Returns the tokens of nodes."""
+    return sum(node.end - node.start for node in path)
 
 
 def tree_block_mask(
@@ -87,7 +87,8 @@ def tree_block_mask(
     lengths = np.array([node.end - node.start for node in nodes])
     total = nodes[-1].end
     ends = np.repeat([node.subtree_end for node in nodes], lengths)
-    positions = np.arange(total) + np.repeat(np.array(node_positions(nodes)) - starts, lengths)
+    before = np.array([num_tokens_of(path[:-1]) for path in paths_of(nodes)])
+    positions = np.arange(total) + np.repeat(before - starts, lengths)
     partial, full = (
         torch.from_numpy(table).to(device) for table in _blocks(starts, ends, positions, window)
     )
@@ -250,10 +251,10 @@ def proven_flex(
             problem = f"FlexAttention is off by {gap:.3g} of its length"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
+    except Exception as error:  # a compiler has many ways to fail, and other attention is at hand
         problem = f"FlexAttention failed with {type(error).__name__}: {first_line(error)}"
     if problem:
-        _log.warning("learner: attention of large trees takes dense masks: %s", problem)
+        _log.warning("learner: attention of large batches takes gathered keys: %s", problem)
         return Proof(None, problem)
     return Proof(flex, "")
 

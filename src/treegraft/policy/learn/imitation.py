@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
 from treegraft.core.demonstration import Written, plain_step
 from treegraft.core.types import ROOT_ID, Origin, StepContent, Tree
-from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, plan_packs
+from treegraft.policy.learn.pack import num_tree_tokens, plan_packs
 
 MIN_SHARED = 32
 """Shared prompt tokens from which joining demonstrations pays."""
@@ -31,26 +30,6 @@ def imitation_packs(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
         chosen = [trees[n] for n in pack]
         packs.append([joined(chosen, shared)] if shared and len(chosen) > 1 else chosen)
     return packs
-
-
-def count_right_steps(batch: TreeBatch, best: Tensor) -> tuple[int, int]:
-    """Returns (steps in which every token with loss is the most likely one, steps).
-
-    Args:
-        best: [U] the most likely token where each unique sampled token stands.
-    """
-    right = total = 0
-    hits = batch.per_trajectory(best == batch.token_ids[batch.sampled])
-    for path, path_hits in zip(batch.paths, hits, strict=True):
-        flags = iter(path_hits.tolist())
-        for step in path.steps:
-            # The deciding token, alone of the agent's own, carries no loss.
-            fits = [
-                next(flags) or not carries for carries in step.loss_mask[step.sampled_mask].tolist()
-            ]
-            right += bool(fits) and all(fits)
-            total += bool(fits)
-    return right, total
 
 
 def joined(trees: Sequence[Tree], shared: int) -> Tree:

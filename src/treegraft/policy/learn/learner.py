@@ -20,7 +20,7 @@ from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
-from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
+from treegraft.policy.learn.imitation import imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.objective import find_form
@@ -51,7 +51,7 @@ from treegraft.policy.learn.plan import (
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import Scores, ScoringModel, check_head, packing_problem
 from treegraft.policy.output_head import base_model
-from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 
@@ -136,8 +136,8 @@ class Learner:
     def scores(self, batch: TreeBatch) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are
         enabled."""
-        logprobs, entropies = self._scoring(batch)
-        return logprobs, entropies
+        found: Scores = self._scoring(batch)
+        return found
 
     def scores_with_imitated(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities [L] of the imitated tokens) of
@@ -145,11 +145,6 @@ class Learner:
         logprobs, entropies = self._scoring(batch, takes_imitated=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
-
-    def argmax(self, batch: TreeBatch) -> Tensor:
-        """Returns the most likely token id at each unique sampled position, as [U]."""
-        best: Tensor = self._scoring(batch, wants_argmax=True)
-        return best
 
     @torch.no_grad()
     def with_exact_entropies(
@@ -231,16 +226,6 @@ class Learner:
         norm = self.optimiser.step(lr, weight_decay)
         mean = float(combined(self._team, total, sum))
         return mean if math.isfinite(norm) else math.nan
-
-    @torch.no_grad()
-    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
-        """Returns (steps of demonstrations in which every token with loss is the most likely one,
-        steps)."""
-        counts = [
-            count_right_steps(batch, self.argmax(batch)) for batch in self._demonstrations(trees)
-        ]
-        right = combined(self._team, sum(hits for hits, _ in counts), sum)
-        return right, combined(self._team, sum(total for _, total in counts), sum)
 
     def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
         """The passes of this process over trees that are no rollouts, each whole."""
@@ -471,13 +456,10 @@ class Learner:
         """Resets the optimiser, as between warm-up and training."""
         self.optimiser.reset()
 
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
-        """Writes the plain model and the optimiser's state into the folder of a checkpoint.
-
-        Args:
-            keep_adapter: write the adapters apart, and the model without them.
-        """
-        write_model(folder, self.model, plain_weights(self.model), keep_adapter=keep_adapter)
+    def save(self, folder: Path) -> None:
+        """Writes the plain model, adapters merged into it, and the optimiser's state into the
+        folder of a checkpoint."""
+        write_model(folder, self.model, named_weights(self.model))
         write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:

@@ -82,34 +82,31 @@ def _try(objective: Objective, settings: LossSettings) -> None:
 
 
 def _clip(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
-    low, high = settings.clip_low, settings.clip_high
-    dual = settings.dual_clip
-    return clipped_surrogate(
-        *columns, clip_low=low, clip_high=high, dual_clip=dual, shaping=shaping
-    )
+    own = _limits(settings, shaping)
+    return clipped_surrogate(*columns, dual_clip=settings.dual_clip, **own)
 
 
 def _gspo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
-    low, high = settings.clip_low, settings.clip_high
     logprobs, old_logprobs, advantages = columns
-    return sequence_surrogate(
-        logprobs, old_logprobs, advantages, owners, clip_low=low, clip_high=high, shaping=shaping
-    )
+    own = _limits(settings, shaping)
+    return sequence_surrogate(logprobs, old_logprobs, advantages, owners, **own)
 
 
 def _cispo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
-    low, high = settings.clip_low, settings.clip_high
-    return capped_surrogate(*columns, clip_low=low, clip_high=high, shaping=shaping)
+    return capped_surrogate(*columns, **_limits(settings, shaping))
 
 
 def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Tensor) -> Any:
     return kept_gradient_surrogate(
         *columns,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
         kept_low=settings.kept_low,
-        shaping=shaping,
+        **_limits(settings, shaping),
     )
+
+
+def _limits(settings: LossSettings, shaping: Tensor) -> dict[str, Any]:
+    """What every objective here has: the ends of the clip, and what ratios are multiplied by."""
+    return {"clip_low": settings.clip_low, "clip_high": settings.clip_high, "shaping": shaping}
 
 
 OBJECTIVES: Mapping[str, Objective] = {"clip": _clip, "gspo": _gspo, "cispo": _cispo, "gppo": _gppo}

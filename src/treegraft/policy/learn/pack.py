@@ -150,15 +150,6 @@ class TreeBatch:
         counts = torch.bincount(self.trajectories, minlength=len(self.paths)).tolist()
         return list(values.index_select(0, self.tokens).split(counts))
 
-    def to(self, device: torch.device) -> TreeBatch:
-        """Returns the batch with its tensors on `device`."""
-        imitated = self.imitated and replace(self.imitated, **_moved(self.imitated, device))
-        return replace(self, imitated=imitated, **_moved(self, device))
-
-
-def _moved(batch: TreeBatch | Imitated, device: torch.device) -> dict[str, Any]:
-    return {name: getattr(batch, name).to(device) for name in columns_of(type(batch))}
-
 
 def columns_of(kind: type[TreeBatch | Imitated]) -> dict[str, list[Any]]:
     """Returns an empty list for each tensor of the class."""

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +32,6 @@ import treegraft
 from treegraft.core.errors import RankError, SettingError
 from treegraft.core.files import code_checksum
 from treegraft.core.interrupt import Interrupted
-from treegraft.core.spans import carrier
 from treegraft.core.types import Tree
 from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.load import has_cuda
@@ -46,10 +44,6 @@ START_S = 300.0
 """Longest wait for all ranks to have started."""
 DEADLINE_S = 600.0
 """Longest wait of one rank for another inside a pass, a publish or a checkpoint."""
-BEAT_S = 5.0
-"""Time between two signs of life for other hosts."""
-SILENCE_S = 60.0
-"""Time without a sign of life after which a rank on another host counts as dead."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: a signal at the parent's end."""
 LOOK_S = 1.0
@@ -75,52 +69,33 @@ class Peer:
     """Another rank, as this process sees it."""
 
     def __init__(self, rank: int, hello: Hello, store: Any) -> None:
-        self.rank, self._hello, self._store = rank, hello, store
+        self.rank, self._store = rank, store
         self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
-        self.is_elsewhere = hello.space != _process_space()
         self._pidfd: int | None = None
-        if not self.is_elsewhere:
+        if hello.space == _process_space():
             with contextlib.suppress(OSError, AttributeError):
                 self._pidfd = os.pidfd_open(hello.pid)
-        self._beat, self._heard = b"", time.monotonic()
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone, or on another host silent for too long."""
-        if self._pidfd is not None:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            return bool(poll.poll(0))
-        if not self.is_elsewhere:
-            return not Path(f"/proc/{self._hello.pid}").exists()
-        beat = read_key(self._store, f"beat/{self.rank}")
-        if beat != self._beat:
-            self._beat, self._heard = beat, time.monotonic()
-        silence_s = time.monotonic() - self._heard
-        return silence_s > SILENCE_S or self._store.check([f"words/{self.rank}"])
+        """Whether its process is gone; of one on another host, whether it has left last words."""
+        if self._pidfd is None:
+            return bool(self._store.check([f"words/{self.rank}"]))
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def last_words(self) -> str:
-        """Its last error, or what it was doing, for a message."""
-        words = read_key(self._store, f"words/{self.rank}").decode()
-        doing = read_key(self._store, f"doing/{self.rank}").decode()
-        if words:
-            return f"its last words: {words}"
-        return (
-            f"no last words; it was at '{doing}'" if doing else "no last words"
-        ) + " (killed from outside, or out of memory)"
-
-
-def read_key(store: Any, key: str) -> bytes:
-    """Returns the value of a key, empty where it is not set."""
-    return bytes(store.get(key)) if store.check([key]) else b""
+        """Its last error, for a message."""
+        key = f"words/{self.rank}"
+        if self._store.check([key]):
+            return f"its last words: {self._store.get(key).decode()}"
+        return "no last words (killed from outside, or out of memory)"
 
 
 class Ranks:
     """This process among the others; a `Team` of the learner."""
-
-    trace: Mapping[str, str] | None = None
-    """The span of rank 0 that this rank's work belongs to; None on rank 0 and without spans."""
 
     def __init__(
         self,
@@ -165,17 +140,6 @@ class Ranks:
             world_size=self.size,
             timeout=timedelta(seconds=DEADLINE_S),
         )
-        self._is_over = threading.Event()
-        if any(peer.is_elsewhere for peer in self._peers):
-            threading.Thread(target=self._beat, name="treegraft-beat", daemon=True).start()
-
-    def _beat(self) -> None:
-        """Gives signs of life to other hosts, which cannot see this process."""
-        count = 0
-        while not self._is_over.wait(BEAT_S):
-            count += 1
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"beat/{self.rank}", str(count))
 
     # ------------------------------------------------------------------ meeting
 
@@ -258,15 +222,12 @@ class Ranks:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._num_shared += 1
-        trace = carrier()
-        text = json.dumps({**message, "trace": trace} if trace else message)
-        self._store.set(f"shared/{self._num_shared}", text)
+        self._store.set(f"shared/{self._num_shared}", json.dumps(message))
 
     def _received(self) -> Any:
         """The next value that rank 0 shares."""
         self._num_shared += 1
         key = f"shared/{self._num_shared}"
-        self._tell("waiting")
         looked, nap = time.monotonic(), 0.001
         while not self._store.check([key]):
             time.sleep(nap)
@@ -276,8 +237,6 @@ class Ranks:
                 looked = time.monotonic()
                 self._refuse_leaderless(key)
         message = json.loads(self._store.get(key))
-        self._tell("working")
-        self.trace = message.get("trace")
         if "stops" in message:
             raise Interrupted
         return message["value"]
@@ -289,9 +248,6 @@ class Ranks:
         leader = self._peers[0]
         if leader.has_ended and not self._store.check([key]):
             raise RankError(f"{leader.name} has ended without a last word", code="leader-gone")
-
-    def _tell(self, doing: str) -> None:
-        self._store.set(f"doing/{self.rank}", doing)
 
     def last_words(self, error: BaseException) -> None:
         """Leaves an error for the others' messages."""
@@ -323,8 +279,7 @@ class Ranks:
                 # Rank 0 says why.
                 raise SystemExit(0) from error
             # Its connections close before its process is gone.
-            is_far = any(peer.is_elsewhere for peer in self._peers)
-            deadline = time.monotonic() + (SILENCE_S + BEAT_S if is_far else 5.0)
+            deadline = time.monotonic() + 5.0
             while time.monotonic() < deadline:
                 try:
                     self.check()
@@ -332,13 +287,9 @@ class Ranks:
                     raise found from error
                 time.sleep(0.1)
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                at = ", ".join(
-                    f"{peer.name} is at '{read_key(self._store, f'doing/{peer.rank}').decode()}'"
-                    for peer in self._peers
-                )
                 raise RankError(
-                    f"no answer from another rank within {DEADLINE_S:.0f} s: {at}. End the job and"
-                    " go on from the last checkpoint with --resume.",
+                    f"no answer from another rank within {DEADLINE_S:.0f} s. End the job and go on"
+                    " from the last checkpoint with --resume.",
                     code="rank-silent",
                 ) from error
             raise
@@ -346,7 +297,6 @@ class Ranks:
     def close(self) -> None:
         """Ends the connections. Where rank 0's work has not come to its end, the others end too:
         at once if they wait for it, else when their collectives fail."""
-        self._is_over.set()
         with contextlib.suppress(RuntimeError):
             if self.rank == 0 and not self.is_done:
                 self._store.set("failed", "1")

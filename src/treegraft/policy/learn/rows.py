@@ -111,7 +111,7 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         sampling_logprobs=path.sampling_logprobs[start:],
         temperatures=[step.temperature or 1.0 for step in steps for _ in range(step.num_tokens)],
         origins=path.origins[start:],
-        shaping=float(shaping_factor(leaf.retrieved_frac, shaping_weight)),
+        shaping=shaping_factor(leaf.retrieved_frac, shaping_weight),
         weight=leaf.weight,
         num_denominator=path.num_loss_tokens,
         reward=leaf.reward,

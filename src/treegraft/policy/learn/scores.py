@@ -35,16 +35,20 @@ def check_head(model: nn.Module) -> None:
         )
 
 
-def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:
+def packed_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each
-    imitated token.
+    imitated token, of one packed pass, for which our attention is installed."""
+    hidden = _states(model, PackedPlan(batch))
+    sources = batch.sources
+    if batch.imitated is not None:
+        sources = torch.cat([sources, batch.imitated.sources])
+    # Selected before the head: prompts and tool results are most of a pack, and their logits would
+    # be thrown away.
+    return hidden.index_select(0, sources)
 
-    It is one packed pass, for which our attention is installed.
 
-    Args:
-        compile_kernels: whether attention takes our kernels where there are any.
-    """
-    plan = PackedPlan(batch, compile_kernels=compile_kernels)
+def _states(model: nn.Module, plan: PackedPlan) -> Tensor:
+    """[tokens, width] of a batch, padding included."""
     token_ids, position_ids = plan.inputs
     output = decoder(model)(
         input_ids=token_ids[None],
@@ -52,13 +56,8 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
         use_cache=False,
         attention_plan=plan,
     )
-    hidden: Tensor = output.last_hidden_state[0]
-    sources = batch.sources
-    if batch.imitated is not None:
-        sources = torch.cat([sources, batch.imitated.sources])
-    # Selected before the head: prompts and tool results are most of a pack, and their logits would
-    # be thrown away.
-    return hidden.index_select(0, sources)
+    states: Tensor = output.last_hidden_state[0]
+    return states
 
 
 def chunked_scores(
@@ -154,12 +153,6 @@ def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
-@torch.no_grad()
-def chunked_argmax(head: OutputHead, hidden: Tensor, chunk: int) -> Tensor:
-    """Returns [rows] the most likely token of each hidden state."""
-    return torch.cat([head(rows).argmax(dim=-1) for rows in hidden.split(chunk)])
-
-
 def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
     that cannot be packed.
@@ -242,13 +235,7 @@ def packing_problem(model: nn.Module) -> str | None:
     )
     try:
         with tree_attention(model):
-            token_ids, position_ids = plan.inputs
-            packed = decoder(model)(
-                input_ids=token_ids[None],
-                position_ids=position_ids[None],
-                use_cache=False,
-                attention_plan=plan,
-            ).last_hidden_state[0]
+            packed = _states(model, plan)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
     if problem := structure_problem(model, plan.num_calls):
@@ -270,44 +257,34 @@ class ScoringModel(nn.Module):
     it and their gradients summed after it.
     """
 
-    def __init__(self, model: Any, *, is_packed: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, is_packed: bool = True, vocab_chunk: int = VOCAB_CHUNK
+    ) -> None:
         """Takes over `model`.
 
         Args:
             is_packed: False runs trees row by row.
+            vocab_chunk: positions whose logits exist at once.
         """
         super().__init__()
         self.model, inner = model, base_model(model)
         # Of divided weights, which have no place yet, `ShardedLearner` does so.
         if is_packed and inner.device.type == "cuda":
             prove_flex(inner.config.get_text_config(), inner.dtype, inner.device)
-        self._is_packed = is_packed
+        self._chunk, self._is_packed = vocab_chunk, is_packed
         self._head = OutputHead(model)
 
-    def forward(
-        self, batch: TreeBatch, *, takes_imitated: bool = False, wants_argmax: bool = False
-    ) -> Scores | Tensor:
+    def forward(self, batch: TreeBatch, *, takes_imitated: bool = False) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_imitated`,
-        of the imitated tokens after them; with `wants_argmax` the most likely tokens instead."""
-        targets, temperatures = self._wanted(batch, takes_imitated)
-        hidden = self._hidden(batch)[: targets.numel()]
-        chunk = VOCAB_CHUNK
-        if wants_argmax:
-            return chunked_argmax(self._head, hidden, chunk)
-        return chunked_scores(self._head, hidden, targets, temperatures, chunk)
-
-    def _wanted(self, batch: TreeBatch, takes_imitated: bool) -> tuple[Tensor, Tensor]:
-        """The tokens to score, and their temperatures."""
+        of the imitated tokens after them."""
         places, temperatures = batch.sampled, batch.temperatures
         if takes_imitated and batch.imitated is not None:
             places = torch.cat([places, batch.imitated.packed])
             temperatures = torch.cat([temperatures, batch.imitated.temperatures])
-        return batch.token_ids[places], temperatures
-
-    def _hidden(self, batch: TreeBatch) -> Tensor:
-        if not self._is_packed:
-            return rowwise_hidden(self.model, batch)
-        return packed_hidden(self.model, batch)
+        hidden_of = packed_hidden if self._is_packed else rowwise_hidden
+        hidden = hidden_of(self.model, batch)[: places.numel()]
+        targets = batch.token_ids[places]
+        return chunked_scores(self._head, hidden, targets, temperatures, self._chunk)
 
 
 def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB_CHUNK) -> Scores:
@@ -324,11 +301,6 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB
     """
     check_head(model)
     if packing_problem(model) is not None:
-        hidden = rowwise_hidden(model, batch)
-    else:
-        with tree_attention(model):
-            hidden = packed_hidden(model, batch)
-    sampled = hidden[: batch.sampled.numel()]
-    return chunked_scores(
-        OutputHead(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
-    )
+        return ScoringModel(model, is_packed=False, vocab_chunk=vocab_chunk).forward(batch)
+    with tree_attention(model):
+        return ScoringModel(model, vocab_chunk=vocab_chunk).forward(batch)

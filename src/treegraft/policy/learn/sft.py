@@ -283,9 +283,3 @@ def learning_rate(settings: WarmupSettings, step: int) -> float:
         return settings.lr * (step + 1) / rise
     left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
     return settings.lr * decay(settings.schedule, left, FINAL_LR_FRACS[settings.schedule])
-
-
-def skill_tree(format: Format, task: Task, steps: Sequence[StepContent]) -> Tree:
-    """Returns a demonstration by which `Learner.right_steps` measures skill: every token counts but
-    the deciding ones."""
-    return demonstration_tree(format, task, steps, masks_decisions=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,17 +26,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from treegraft.core.errors import CheckpointError, ModelError, SettingError
-from treegraft.core.spans import joined, span
 from treegraft.policy.attention_hook import install_attention
-from treegraft.policy.checkpoint import ADAPTER
+from treegraft.policy.checkpoint import write_model
 from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.reference import Reference
-from treegraft.policy.learn.scores import ScoringModel, packing_problem
-from treegraft.policy.learn.weight_files import WeightFiles, cut_model, meta_model, model_shape
-from treegraft.policy.load import DTYPES
-from treegraft.policy.output_head import base_model, decoder, head_problem
+from treegraft.policy.learn.scores import ScoringModel, check_head, packing_problem
+from treegraft.policy.load import DTYPES, load_model, with_adapters
+from treegraft.policy.output_head import base_model, decoder
 from treegraft.policy.shards import TensorFiles, local_rows, write_rows
 from treegraft.policy.weights import (
     adapted_modules,
@@ -48,8 +45,6 @@ from treegraft.policy.weights import (
 )
 from treegraft.settings.config import Config
 
-FILE_BYTES = 5_000_000_000
-"""Size of the files of a checkpoint's model, as transformers cuts them."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,17 +52,13 @@ R = TypeVar("R")
 def on_all_ranks(
     method: Callable[Concatenate[ShardedLearner, P], R],
 ) -> Callable[Concatenate[ShardedLearner, P], R]:
-    """Returns a method that every rank has to call, whose failure names the rank that caused it,
-    and whose span on other ranks than 0 hangs below rank 0's."""
+    """Returns a method that every rank has to call, whose failure names the rank that caused
+    it."""
 
     @functools.wraps(method)
     def call(learner: ShardedLearner, /, *args: P.args, **options: P.kwargs) -> R:
-        ranks = learner.ranks
-        with ranks.blaming(), joined(ranks.trace, f"rank {ranks.rank}"):
-            if not ranks.rank:
-                return method(learner, *args, **options)
-            with span(method.__name__):
-                return method(learner, *args, **options)
+        with learner.ranks.blaming():
+            return method(learner, *args, **options)
 
     return call
 
@@ -76,15 +67,12 @@ def build_learner(
     ranks: Ranks,
     config: Config,
     model: Any = None,
-    files: Sequence[Path] | None = None,
     checkpoint: Path | None = None,
 ) -> ShardedLearner:
     """Returns a learner whose weights are divided among the ranks; each has to call it.
 
     Args:
-        model: on rank 0, whole, with its adapters; it may be dropped afterwards. With `files` its
-            shape alone.
-        files: on rank 0: from which each rank reads its rows, see `weight_files.shardable_files`.
+        model: on rank 0, whole, with its adapters; it may be dropped afterwards.
         checkpoint: on rank 0: whose optimiser's state to go on from; None for the beginning.
 
     Raises:
@@ -95,17 +83,11 @@ def build_learner(
     shape = ""
     if not ranks.rank:
         shape = model_shape(model)
-        # Where only the shape is known, a layer of each kind is tried.
-        refuse(model if files is None else cut_model(shape), config)
-    names = None if files is None else [str(file) for file in files]
+        refuse(model, config)
     place = None if checkpoint is None else str(checkpoint.resolve())
-    shape, names, place = ranks.share((shape, names, place))
+    shape, place = ranks.share((shape, place))
     with ranks.blaming():
-        if names is None:
-            learner = ShardedLearner(ranks, shape, config, source=model)
-        else:
-            found = WeightFiles([*map(Path, names)], shape, config.model.dtype)
-            learner = ShardedLearner(ranks, shape, config, files=found)
+        learner = ShardedLearner(ranks, shape, config, source=model)
     if place is not None:
         learner.load(Path(place))
     return learner
@@ -113,10 +95,7 @@ def build_learner(
 
 def refuse(model: Any, config: Config) -> None:
     """Refuses what one process can learn and several cannot."""
-    if problem := head_problem(model):
-        raise ModelError(
-            f"learner: this model cannot be trained here: {problem}", code="model-not-trainable"
-        )
+    check_head(model)
     problem = packing_problem(model)
     if problem is not None:
         raise ModelError(
@@ -131,6 +110,30 @@ def refuse(model: Any, config: Config) -> None:
             " one rank.",
             code="lora-targets-not-linear",
         )
+
+
+def model_shape(model: Any) -> str:
+    """Returns a model's configuration as JSON, from which `meta_model` makes it again."""
+    text: str = base_model(model).config.to_json_string(use_diff=False)
+    return text
+
+
+def meta_model(shape: str, config: Config) -> Any:
+    """Returns the model of a configuration with its adapters, without memory for weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    data = json.loads(shape)
+    if config.model.trust_remote_code:
+        model, _ = load_model(config.model, has_weights=False)
+        model.float()
+    else:
+        kind = data.pop("model_type")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(kind, **data), dtype=torch.float32
+            )
+    with torch.device("meta"):
+        return with_adapters(model.eval(), config.model, seed=config.run.seed)
 
 
 class StreamedWeights:
@@ -159,7 +162,7 @@ class StreamedWeights:
     def follow(self) -> None:
         """Gathers the weights as often as rank 0 goes through them, until it shares None."""
         while self.ranks.share():
-            with self.ranks.blaming(), joined(self.ranks.trace, f"rank {self.ranks.rank}"):
+            with self.ranks.blaming():
                 for _ in self._learner.stream():
                     pass
 
@@ -174,17 +177,14 @@ class ShardedLearner(Learner):
         config: Config,
         *,
         source: Any = None,
-        files: WeightFiles | None = None,
     ) -> None:
-        """Takes its weights from rank 0's, or its rows of them from files.
+        """Takes its rows of rank 0's weights.
 
         Args:
             shape: of the model, see `model_shape`.
             source: rank 0's whole model with its adapters; None on the others.
-            files: those of the weights; None takes them from rank 0.
         """
         self.ranks, self._config, self._source = ranks, config, source
-        self._weight_files = files
         model = meta_model(shape, config)
         # Tried already by rank 0 on the whole model.
         install_attention(model)
@@ -197,7 +197,7 @@ class ShardedLearner(Learner):
             team=ranks,
             shares_card=config.engine.shares_card,
         )
-        self._source = self._weight_files = None
+        self._source = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         learn, ranks = self._config.learn, self.ranks
@@ -237,13 +237,6 @@ class ShardedLearner(Learner):
     @torch.no_grad()
     def _fill(self, model: Any) -> None:
         """Gives every rank its rows of the weights, and all buffers."""
-        if self._weight_files is not None:
-            for name, weight in (*model.named_parameters(), *model.named_buffers()):
-                local, first = local_rows(weight)
-                if local.numel():
-                    count = local.shape[0] if local.dim() else 1
-                    local.copy_(self._weight_files.rows(name, weight, first, count))
-            return
         found = {}
         if self._source is not None:
             found = {**dict(self._source.named_parameters()), **dict(self._source.named_buffers())}
@@ -294,9 +287,8 @@ class ShardedLearner(Learner):
         dtype, sums, facts = self._dtype, [], {}
         for name, tensor in named_weights(self.model, whole):
             value, first = local_rows(tensor)
-            # Of what several ranks hold, one counts.
-            num_counted = self.ranks.size if isinstance(tensor, DTensor) else 1
-            is_counted = self.ranks.rank < num_counted
+            # Of what all ranks hold, that of one counts.
+            is_counted = isinstance(tensor, DTensor) or self.ranks.rank == 0
             value = value.to(dtype) if value.is_floating_point() else value
             facts[name] = (str(value.dtype), tuple(tensor.shape))
             width = tensor.shape[1:].numel() if first else 0
@@ -316,7 +308,6 @@ class ShardedLearner(Learner):
 
     learn = on_all_ranks(Learner.learn)
     imitate = on_all_ranks(Learner.imitate)
-    right_steps = on_all_ranks(Learner.right_steps)
     with_logprobs = on_all_ranks(Learner.with_logprobs)
     with_exact_entropies = on_all_ranks(Learner.with_exact_entropies)
 
@@ -343,35 +334,22 @@ class ShardedLearner(Learner):
         self.ranks.barrier()
 
     @on_all_ranks
-    def save(self, folder: Path, *, keep_adapter: bool) -> None:
-        """As `Learner.save`: rank 0 writes the plain model, gathered layer by layer, and each rank
-        its rows of the optimiser's state."""
+    def save(self, folder: Path) -> None:
+        """As `Learner.save`: rank 0 writes the plain model, and each rank its rows of the
+        optimiser's state."""
         is_main = self.ranks.rank == 0
-        is_apart = keep_adapter and base_model(self.model) is not self.model
-        files = _ModelFiles(folder, self.model) if is_main else None
-        for name, tensor in self._plain() if is_apart else self.stream():
-            if files is not None:
-                files.add(name, tensor)
-        if files is not None:
-            files.close()
-        if is_apart:
-            adapters = {
-                name: whole(weight).cpu()
-                for name, weight in self.model.named_parameters()
-                if weight.requires_grad
-            }
-            if is_main:
-                self.model.save_pretrained(folder / ADAPTER, state_dict=adapters)
+        if is_main:
+            write_model(folder, self.model, self.stream())
+            # Divided weights are float32, whatever those of the plain model are.
+            config = base_model(self.model).config
+            config.dtype = self._dtype
+            config.save_pretrained(folder)
+        else:
+            for _ in self.stream():
+                pass
         path = folder / "treegraft" / f"optimiser{self._suffix}.safetensors"
         write_rows(path, self.state(), is_first=is_main)
         self.ranks.barrier()
-
-    @torch.no_grad()
-    def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights below the adapters, by the plain model's names."""
-        for name, tensor in base_model(self.model).state_dict().items():
-            if ".lora_" not in name:
-                yield name.replace(".base_layer.", "."), whole(tensor.to(self._dtype))
 
     @on_all_ranks
     def load(self, folder: Path) -> None:
@@ -416,54 +394,6 @@ class _State(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files.names)
-
-
-class _ModelFiles:
-    """A model's folder that is written while its tensors come, so that few are held at a time."""
-
-    def __init__(self, folder: Path, model: Any) -> None:
-        self._folder, self._model = folder, base_model(model)
-        # Tied weights have a second name, under which transformers does not look for them.
-        self._tied = getattr(self._model, "all_tied_weights_keys", None) or {}
-        self._held: dict[str, Tensor] = {}
-        self._files: list[tuple[Path, list[str]]] = []
-        self._size = self._total = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor; writes those held where they fill a file."""
-        if name in self._tied:
-            return
-        self._held[name] = tensor.detach().cpu().contiguous().clone()
-        self._size += tensor.nbytes
-        self._total += tensor.nbytes
-        if self._size >= FILE_BYTES:
-            self._write()
-
-    def _write(self) -> None:
-        path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"
-        save_file(self._held, path, {"format": "pt"})
-        self._files.append((path, list(self._held)))
-        self._held, self._size = {}, 0
-
-    def close(self) -> None:
-        """Writes the rest, the configuration, and the list of files where there are several."""
-        if self._held:
-            self._write()
-        count = len(self._files)
-        places: dict[str, str] = {}
-        for n, (path, names) in enumerate(self._files, start=1):
-            name = f"model-{n:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-            path.rename(self._folder / name)
-            places |= dict.fromkeys(names, name)
-        if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": places}
-            text = json.dumps(index, indent=2, sort_keys=True)
-            (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        config = self._model.config
-        config.architectures = [type(self._model).__name__]
-        config.save_pretrained(self._folder)
-        if getattr(self._model, "generation_config", None) is not None:
-            self._model.generation_config.save_pretrained(self._folder)
 
 
 def whole(tensor: Any) -> Tensor:

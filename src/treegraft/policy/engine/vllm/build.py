@@ -22,7 +22,6 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.locate import locate
-from treegraft.policy.checkpoint import ADAPTER
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.replies import PLUGIN, TESTED
@@ -135,8 +134,7 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     path = str(model_path)
     if config.engine.vllm.servers or path == "tiny" or path.startswith((PREFIX, "pypi:")):
         return True
-    folder, gguf = locate(path)
-    return gguf is not None or (Path(folder) / ADAPTER).is_dir()
+    return locate(path)[1] is not None
 
 
 def find_python(settings: VllmSettings) -> str:

@@ -28,6 +28,8 @@ from treegraft.settings.policy import EngineSettings
 class VllmEngine(ServerEngine):
     """Samples on servers, which hold copies of the weights."""
 
+    takes_filters = True
+
     def __init__(
         self,
         servers: Sequence[Server],
@@ -111,9 +113,13 @@ class VllmEngine(ServerEngine):
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
         asked = draft.next()
+        filters = draft.request.sampling.filters
         parameters = {
             "max_tokens": asked.max_tokens,
             "temperature": asked.temperature,
+            "top_k": filters.top_k,
+            "top_p": filters.top_p,
+            "repetition_penalty": filters.repetition_penalty,
             "seed": asked.seed,
             "logprobs": self._num_asked,
             "ignore_eos": True,
