@@ -42,8 +42,7 @@ LESSONS: dict[str, Any] = {
 }
 LOOPS: dict[str, dict[str, Any]] = {
     "full weights": {},
-    "adapters merged": {"model": {"lora": {"rank": 4, "alpha": 8, "merge": True}}},
-    "adapters apart": {"model": {"lora": {"rank": 4, "alpha": 8, "merge": False}}},
+    "adapters": {"model": {"lora": {"rank": 4, "alpha": 8}}},
     "a reference": {"loss": {"kl_coef": 0.5}},
     "a falling learning rate": {"learn": {"schedule": "linear"}},
     "a growing buffer": GRAFTED,
