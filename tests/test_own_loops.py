@@ -232,7 +232,6 @@ def test_weights_are_published_whole_or_not_at_all() -> None:
 LOOPS: dict[str, dict[str, Any]] = {
     "full weights": {},
     "adapters": {"model": {"lora": {"rank": 4, "alpha": 8}}},
-    "adapters": {"model": {"lora": {"rank": 4, "alpha": 8}}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "a reference": {"loss": {"graft_coef": 0.0, "kl_coef": 0.5}},
 }
