@@ -234,8 +234,11 @@ def test_errors_of_a_server_are_tried_again_and_then_told(tmp_path: Path) -> Non
     assert same([found], undisturbed(MODEL, tmp_path, range(1)))
 
 
-def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of ours would be started again."""
+    monkeypatch.setattr("treegraft.policy.engine.vllm.servers.READY_S", 1.0)
 
     async def work(engine: VllmEngine) -> Completion:
         await ask(engine, 0)
@@ -252,7 +255,7 @@ def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(tmp_path: Pat
         return await ask(engine, 0)
 
     with fakes(MODEL, 2) as servers:
-        found = run(servers, tmp_path, work, deadline_s=1.0, start_timeout_s=1.0)
+        found = run(servers, tmp_path, work, deadline_s=1.0)
     assert same([found], undisturbed(OTHER, tmp_path, range(1)))
 
 
