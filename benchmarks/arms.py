@@ -40,10 +40,9 @@ from treegraft.policy.learn.pack import (
 from treegraft.policy.learn.scores import chunked_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder
-from treegraft.settings.policy import LearnSettings
+from treegraft.policy.shapes import VOCAB_CHUNK
 
 ROWS, PACKED = "rows, no padding", "packed"
-CHUNK = LearnSettings().vocab_chunk
 """Rows whose logits exist at once, in every arm."""
 
 
@@ -149,7 +148,7 @@ def _backward(head: OutputHead, hidden: Tensor, batch: TreeBatch) -> None:
         hidden: [U, width] states that predict the sampled tokens.
     """
     targets = batch.token_ids[batch.sampled]
-    logprobs = chunked_scores(head, hidden, targets, batch.temperatures, CHUNK)[0]
+    logprobs = chunked_scores(head, hidden, targets, batch.temperatures, VOCAB_CHUNK)[0]
     (logprobs.index_select(0, batch.tokens) * batch.advantages).sum().backward()
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treegraft.extras.methods.dots.sampler import predicted_rates
-from treegraft.settings.config import table_class
-from treegraft.settings.table import value_of
+from treegraft.extras.methods.dots.sampler import ATTENTION_TEMPERATURE, predicted_rates
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.search.encoders import build_encoder
@@ -30,7 +28,6 @@ def main() -> None:
     tasks = world.train_tasks()
     vectors = build_encoder("hashing").encode([one.question for one in tasks]).astype(np.float64)
     true = np.array([RATES[one.columns["hops"]] for one in tasks])
-    temperature = value_of(table_class("sampler")(), "attention_temperature")
     draw = np.random.default_rng(0)
     print("references  correlation  error  error of the mean")
     for num in (6, 12, 48, 256):
@@ -39,7 +36,11 @@ def main() -> None:
             chosen = draw.choice(NUM_TASKS, num, replace=False)
             labels = draw.binomial(NUM_LEAVES, true[chosen]) / NUM_LEAVES
             rates = predicted_rates(
-                vectors, chosen.tolist(), labels, np.full(num, float(NUM_LEAVES)), temperature
+                vectors,
+                chosen.tolist(),
+                labels,
+                np.full(num, float(NUM_LEAVES)),
+                ATTENTION_TEMPERATURE,
             )
             others = np.setdiff1d(np.arange(NUM_TASKS), chosen)
             error = np.abs(rates - true)[others].mean()

@@ -62,8 +62,8 @@ WARNINGS_HEAD = """\
 
 Generated from `src/treegraft/runs/health.toml` by `python docs/build.py --warnings`. The
 terminal reports a warning when it begins and when it ends. The lines of its updates in
-`metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
-table `[health]`; the limit `"off"` turns a warning off.
+`metrics.jsonl` have it as `health/NAME`, and the viewer marks them. `health.NAME = "off"` turns a
+warning off. A window is three updates.
 """
 ERRORS_HEAD = """# Errors
 
@@ -143,7 +143,7 @@ def settings_page() -> str:
     for table, rows in tables.items():
         lines += [
             "",
-            f"## [{table}]",
+            f"## [{table}]" if table else "## Without a table",
             "",
             "| setting | type | default | meaning |",
             "|---|---|---|---|",
@@ -463,16 +463,13 @@ def described_as(node: Any) -> str:
 def warnings_page() -> str:
     """Returns the text of docs/warnings.md: meaning, causes, advice and limit of each warning."""
     from treegraft.runs.health import RULES
-    from treegraft.settings.health import HealthSettings
 
     parts = [WARNINGS_HEAD]
     for rule in RULES:
-        field = HealthSettings.model_fields[rule.name]
-        limit, meaning = field.get_default(), " ".join((field.description or "").split())
         parts.append(
             f"\n## {rule.name}\n\n{rule.meaning}\n\n"
             f"* Likely causes: {'; '.join(rule.causes)}.\n* What to do: {rule.advice}\n"
-            f"* Limit: `health.{rule.name} = {limit}`. {meaning}\n"
+            f"* Limit: {rule.limit:g}. {rule.limit_is}\n"
         )
     return "".join(parts)
 

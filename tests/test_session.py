@@ -55,7 +55,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "own lessons": LESSONS,
     "a sampler that learns": {"sampler": {"kind": "difficulty"}},
     "a sampler with references": {
-        "sampler": {"kind": "difficulty", "num_references": 2, "every": 3, "encoder": "hashing"}
+        "sampler": {"kind": "difficulty", "num_references": 2, "encoder": "hashing"}
     },
     "rounds": {"rollout": {"max_rounds": 3}},
     "replayed groups": {"replay": {"fresh_frac": 0.7}, "loss": {"engine_ratio_cap": 1e9}},

@@ -252,7 +252,6 @@ def test_the_whole_loss_is_its_terms_with_their_weights() -> None:
         entropy_coef=0.25,
         graft_coef=0.1,
         graft_form="log",
-        graft_gamma=0.1,
     )
     column = partial(torch.tensor, dtype=torch.float64)
     logprobs = column([-1.0, -2.0]).requires_grad_()

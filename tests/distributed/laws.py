@@ -43,7 +43,7 @@ GRAFTED = Part.of(
 
 def settings(**tables: Any) -> Config:
     """Small packs, so that trees are split and there are several packs."""
-    learn = {"lr": 1e-2, "max_pack_tokens": 24, "vocab_chunk": 5}
+    learn = {"lr": 1e-2, "max_pack_tokens": 24}
     return load_config({**tables, "learn": {**learn, **tables.get("learn", {})}})
 
 

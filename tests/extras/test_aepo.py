@@ -18,7 +18,7 @@ from tests.support.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Branch, BranchCause, Origin, Start, Status, Tree
 from treegraft.explore.build import build_explorer
-from treegraft.extras.methods.aepo import BalancedSettings
+from treegraft.extras.methods import aepo_explorer
 from treegraft.extras.methods.aepo_explorer import BalancedBranching
 from treegraft.extras.methods.aepo_math import (
     coin_probability,
@@ -159,7 +159,6 @@ def test_the_coin_by_hand() -> None:
 def balanced(**entropy: object) -> BalancedBranching:
     return BalancedBranching(
         EntropySettings.model_validate({"normaliser": "none", "probe_tokens": 2, **entropy}),
-        BalancedSettings(budget_weight=0.5, penalty=0.25),
         vocab_size=50,
     )
 
@@ -176,8 +175,9 @@ def asked(explorer: BalancedBranching, changes: list[float]) -> list[Branch]:
     return found
 
 
-def test_branches_in_a_row_become_less_likely() -> None:
+def test_branches_in_a_row_become_less_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     """(0.5 + 0.2 ΔH) · (1 - 0.25 l) > 0.5."""
+    monkeypatch.setattr(aepo_explorer, "PENALTY", 0.25)
     found = asked(balanced(), [1.0, 1.0, 1.0, 5.0, 5.0, -1.0, 1.0])
     # .7; .7 · .75 = .525; .7 · .5 = .35; then l = 0 again: 1.5, 1.5 · .75, a fall, and l = 0.
     assert [one.cause.probability for one in found] == [
@@ -186,7 +186,10 @@ def test_branches_in_a_row_become_less_likely() -> None:
     assert [one.num for one in found] == [1, 1, 0, 1, 1, 0, 1]
 
 
-def test_steps_that_no_rule_was_asked_about_leave_the_count_as_it_is() -> None:
+def test_steps_that_no_rule_was_asked_about_leave_the_count_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aepo_explorer, "PENALTY", 0.25)
     explorer = balanced()
     first, second = step("0.0", [1.0, 1.0]), step("0.0.0", [2.0, 1.0])
     own = replace(step("0.0.1", [9.0, 1.0]), cause=branch_cause())
@@ -203,7 +206,10 @@ def branch_cause() -> BranchCause:
     return BranchCause(entropy_change=0.0, probability=0.5, rule="threshold")
 
 
-def test_the_coin_of_an_earlier_step_is_the_one_that_was_tossed_there() -> None:
+def test_the_coin_of_an_earlier_step_is_the_one_that_was_tossed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aepo_explorer, "PENALTY", 0.25)
     explorer = balanced(rule="bernoulli")
     for task in range(20):
         steps = [step("0.0", [1.0, 1.0]), step("0.0.0", [1.0, 1.0])]
@@ -243,13 +249,15 @@ def test_the_probe_is_the_first_rollout() -> None:
     assert explorer.fill(failed, 4) == Start(3)
 
 
-def test_fewer_rollouts_from_the_prompt_leave_more_branches() -> None:
+def test_fewer_rollouts_from_the_prompt_leave_more_branches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A rise of 9 nats after each result; m is 9, 3 and 1 of 16."""
     found = []
     for weight, num in ((0.0, 9), (0.2, 3), (5.0, 1)):
+        monkeypatch.setattr(aepo_explorer, "BUDGET_WEIGHT", weight)
         explorer = BalancedBranching(
             EntropySettings(probe_tokens=2, normaliser="none", base_prob=0.0, threshold=0.5),
-            BalancedSettings(budget_weight=weight),
             vocab_size=10,
         )
         tree = grow(
@@ -299,6 +307,4 @@ def test_what_does_not_fit_a_balanced_budget() -> None:
             load_config(tiny(**own), [override])
     with raises_code("settings-contradict", "explore.explorers"):
         load_config(tiny(), ['explore.explorers=["balanced", "entropy"]'])
-    with raises_code("override-idle"):
-        load_config(tiny(), ["explore.balanced.penalty=0.1"])
     assert load_config(tiny(**own)).explore.entropy.normaliser == "log_vocabulary"

@@ -202,5 +202,3 @@ def test_what_does_not_go_with_appo() -> None:
             tiny(explore={"explorers": ["entropy_peaks"]}, credit={"advantage": "appo"}),
             ["credit.attribution=hard"],
         )
-    with raises_code("override-idle"):
-        load_config(tiny(), ["loss.future_highest=1.5"])

@@ -21,6 +21,7 @@ from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 
 from treegraft.core.types import Task
+from treegraft.extras.browse import extract, fetch
 from treegraft.extras.browse.extract import ExtractPool
 from treegraft.extras.browse.fetch import Fetcher, NotFetched, Page, is_public, read_robots
 from treegraft.extras.browse.passages import GAP, choose, cut, most_relevant
@@ -36,24 +37,19 @@ pytest.importorskip("pypdf", reason="the extra 'web' is not installed")
 TASK = Task(id="t", question="?", reference=())
 
 
-def fetcher(**changes: Any) -> Fetcher:
-    own = {
-        "timeout_s": 20.0,
-        "max_bytes": 100_000,
-        "max_redirects": 3,
-        "allow_private": True,
-        "respect_robots": True,
-    }
-    return Fetcher(BrowseToolSettings(**(own | {"user_agent": "Treegraft/1.0"} | changes)))
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(fetch, "MAX_REDIRECTS", 3)
 
 
-def get(url: str, **changes: Any) -> Page:
-    return asyncio.run(fetcher(**changes).fetch(url))
+def get(url: str, *, allow_private: bool = True) -> Page:
+    return asyncio.run(Fetcher(BrowseToolSettings(allow_private=allow_private)).fetch(url))
 
 
-def refused(url: str, *codes: str, **changes: Any) -> None:
+def refused(url: str, *codes: str, allow_private: bool = True) -> None:
     with pytest.raises(NotFetched) as caught:
-        get(url, **changes)
+        get(url, allow_private=allow_private)
     assert caught.value.code in codes, caught.value
 
 
@@ -232,13 +228,11 @@ def test_the_connection_goes_to_the_address_that_was_checked(
     with web_server(answer) as url:
         port = url.rpartition(":")[2]
         monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", once)
-        get(f"http://Name.Example:{port}/", respect_robots=False)
-    assert (
-        looks[0] == "name.example"
-        and set(looks) <= {"name.example", "127.0.0.1"}
-        and looks.count("name.example") == 1
-    )
-    assert hosts == [f"name.example:{port}"]
+        get(f"http://Name.Example:{port}/")
+    # One look-up for robots.txt, and one for the page.
+    assert looks.count("name.example") == 2
+    assert set(looks) <= {"name.example", "127.0.0.1"}
+    assert hosts == [f"name.example:{port}"] * 2
 
 
 # ---------------------------------------------------------------------- limits
@@ -281,13 +275,15 @@ def test_limits_of_size_kind_and_redirects() -> None:
         assert get(f"{url}/silent#part").content_type == ""
 
 
-def test_a_page_that_drips_is_left_at_the_deadline() -> None:
+def test_a_page_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "TIMEOUT_S", 0.3)
+
     def drip(*_: Any) -> Answer:
         time.sleep(3)
         return 200, HTML, b"x"
 
     with web_server(drip) as url:
-        refused(url, "page-not-loaded", timeout_s=0.3, respect_robots=False)
+        refused(url, "page-not-loaded")
 
 
 # ---------------------------------------------------------------------- robots.txt
@@ -370,12 +366,12 @@ def test_patterns_match_as_regular_expressions_do(pattern: str, path: str) -> No
     )
 
 
-def test_robots_are_respected_unless_told_otherwise() -> None:
+def test_robots_are_respected() -> None:
     asked: list[str] = []
 
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         asked.append(path)
-        assert headers["user-agent"] == "Treegraft/1.0"
+        assert headers["user-agent"] == "Treegraft"
         return (
             (200, {}, b"User-agent: treegraft\nDisallow: /no")
             if path == "/robots.txt"
@@ -383,7 +379,7 @@ def test_robots_are_respected_unless_told_otherwise() -> None:
         )
 
     with web_server(answer) as url:
-        one = fetcher()
+        one = Fetcher(BrowseToolSettings(allow_private=True))
 
         async def work() -> None:
             await one.fetch(f"{url}/yes")
@@ -392,7 +388,6 @@ def test_robots_are_respected_unless_told_otherwise() -> None:
 
         asyncio.run(work())
         assert asked == ["/robots.txt", "/yes"]
-        assert get(f"{url}/no", respect_robots=False).body == b"ok"
     with web_server(
         lambda method, path, *_: (503 if path == "/robots.txt" else 200, HTML, b"ok")
     ) as url:
@@ -444,7 +439,7 @@ def pdf(text: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ExtractPool]:
-    made = ExtractPool(BrowseToolSettings(num_workers=1, timeout_s=60))
+    made = ExtractPool()
     yield made
     made.close()
 
@@ -487,7 +482,7 @@ def test_a_page_that_takes_too_long_or_kills_its_reader_costs_that_page_only(
     assert text_of(pool, "text/plain", None, b"warm") == "warm"
     began = time.process_time()
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_settings", BrowseToolSettings(num_workers=1, timeout_s=0.5))
+        patch.setattr(extract, "READ_TIMEOUT_S", 0.5)
         with raises_code("page-late", match=r"could not be read within 0\.5 s"):
             text_of(pool, "text/plain", None, words, "w7 w8")
     assert len(pool._workers) == 0
@@ -519,22 +514,18 @@ def test_addresses_in_errors_are_short_and_can_be_encoded() -> None:
         "gopher://" + "z" * 10**6,
     ):
         with pytest.raises(NotFetched) as caught:
-            get(url, allow_private=True, timeout_s=5.0, respect_robots=False)
+            get(url)
         assert len(str(caught.value).encode()) < 1200
 
 
-def test_the_passages_that_matter_are_shown_in_the_pages_order() -> None:
+def test_the_passages_that_matter_are_shown_in_the_pages_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extract, "NUM_PASSAGES", 1)
+    monkeypatch.setattr(extract, "PASSAGE_CHARS", 110)
     pages = {"/trees": (200, HTML, ARTICLE.encode()), "/empty": (200, HTML, b"<html></html>")}
-    own = {
-        "allow_private": True,
-        "num_passages": 1,
-        "passage_chars": 110,
-        "num_workers": 1,
-        "timeout_s": 60,
-    }
-    (tool,) = build_tools(
-        table_class("tools").model_validate({"use": ["browse"], "browse": own}), ()
-    )
+    own = {"use": ["browse"], "browse": {"allow_private": True}}
+    (tool,) = build_tools(table_class("tools").model_validate(own), ())
     assert isinstance(tool, BrowseTool)
     with web_server(site(pages)) as url:
 
@@ -564,9 +555,7 @@ def test_the_passages_that_matter_are_shown_in_the_pages_order() -> None:
             await tool.close()
 
         asyncio.run(work())
-    assert (
-        BrowseToolSettings().allow_private is False and BrowseToolSettings().respect_robots is True
-    )
+    assert not BrowseToolSettings().allow_private
 
 
 def test_calls_are_read() -> None:

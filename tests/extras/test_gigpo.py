@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from tests.support.trees import Part, build_tree
 
-from treegraft.algo.advantages import States, assign_credit, group_members
+from treegraft.algo.advantages import assign_credit, group_members
 from treegraft.core.types import (
     Observation,
     StepContent,
     ToolCall,
     Tree,
 )
+from treegraft.extras.methods import gigpo_math
 from treegraft.extras.methods.gigpo import GIGPO
 from treegraft.extras.methods.gigpo_math import state_advantages, step_weighted_advantages
 from treegraft.extras.methods.gigpo_math import states as own_states
 
 
-def states(weight: float, discount: float) -> States:
-    credit = SimpleNamespace(state_weight=weight, discount=discount, eps=1e-6)
-    return partial(own_states, credit=credit, scale="none")
+@pytest.fixture(autouse=True)
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gigpo_math, "DISCOUNT", 0.5)
+
+
+STATES = partial(own_states, credit=None, scale="none")
 
 
 def observed(tree: Tree, seen: dict[str, str]) -> Tree:
@@ -68,15 +71,15 @@ def test_states_of_gigpo_by_hand() -> None:
         (2, "0.2.0"): 0.0,
         (2, "0.2.0.0"): 0.0,
     }
-    credited = assign_credit(tree, advantage="dr_grpo", attribution=states(2.0, 0.5))
+    credited = assign_credit(tree, advantage="dr_grpo", attribution=STATES)
     carried = {step.id: step.advantage for step in credited.steps}
     # Own advantages 1/3, -2/3, 1/3.
     assert carried == {
         "0": None,
-        "0.0": pytest.approx(1 / 3 + 0.5),
-        "0.0.0": pytest.approx(1 / 3 + 1.0),
-        "0.1": pytest.approx(-2 / 3 - 0.5),
-        "0.1.0": pytest.approx(-2 / 3 - 1.0),
+        "0.0": pytest.approx(1 / 3 + 0.25),
+        "0.0.0": pytest.approx(1 / 3 + 0.5),
+        "0.1": pytest.approx(-2 / 3 - 0.25),
+        "0.1.0": pytest.approx(-2 / 3 - 0.5),
         "0.2": pytest.approx(1 / 3),
         "0.2.0": pytest.approx(1 / 3),
         "0.2.0.0": pytest.approx(1 / 3),
@@ -87,9 +90,7 @@ def test_a_shared_step_carries_the_mean_over_its_trajectories() -> None:
     """Two leaves of rewards 1 and 0 below one step: its returns 1/2 and 0 lie ± 1/4 about their
     mean, and so do the advantages of ± 1/2; both means are 0."""
     tree = build_tree(Part.of("p", Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0))))
-    credited = assign_credit(
-        observed(tree, {"0.0": "a"}), advantage="dr_grpo", attribution=states(1.0, 0.5)
-    )
+    credited = assign_credit(observed(tree, {"0.0": "a"}), advantage="dr_grpo", attribution=STATES)
     assert [step.advantage for step in credited.steps] == [
         None,
         pytest.approx(0.0),

@@ -30,7 +30,6 @@ APPO = table_class("loss")(
     clip_high=0.02,
     dual_clip=3.0,
     future_weight=1.0,
-    future_half_life=2.0,
 )
 OBJECTIVES = {**CORE, "appo": APPO}
 

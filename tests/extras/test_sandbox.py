@@ -653,11 +653,7 @@ def test_attacks_are_contained(
         tool: Tool = (
             MontyTool(PythonToolSettings(max_duration_s=1.0))
             if backend == "monty"
-            else BwrapTool(
-                PythonToolSettings(
-                    max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8
-                )
-            )
+            else BwrapTool(PythonToolSettings(max_duration_s=1.0))
         )
         box = Toolbox(
             [tool],

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.extras import chat
 from treegraft.extras.chat import ChatClient, ChatReply, api_root, served_model
+from treegraft.extras.teacher import agent as agent_module
 from treegraft.extras.teacher.agent import Limits, Teacher
 from treegraft.extras.teacher.replies import TagProtocol, ToolCallProtocol
 from treegraft.rollout.formats.markup import Violation
@@ -535,10 +537,11 @@ def test_what_was_asked_and_refused_is_printed(
 
 
 def test_a_server_that_went_down_is_an_error_after_the_counts(
-    build: Build, capsys: pytest.CaptureFixture[str]
+    build: Build, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(agent_module, "ChatClient", partial(ChatClient, max_retries=0))
     with serving(lambda *_: (503, b"")) as (url, _):
-        asked = (f"agent={url}", "model=m", "max_retries=0", "num_samples=16")
+        asked = (f"agent={url}", "model=m", "num_samples=16")
         settings = [f"buffer.build.{one}" for one in asked]
         assert build("buffer.encoder=hashing", *settings) == 1
     ended = capsys.readouterr()
@@ -579,7 +582,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     [
         ("agent=ftp://h", "is not the address of a server"),
         ("model=m", "buffer.build.agent is 'expert', not the URL of a server"),
-        ("agent=./no max_retries=1", "'buffer.build.max_retries' would have no effect"),
+        ("agent=./no api_key_env=KEY", "'buffer.build.api_key_env' would have no effect"),
         ("agent=http://127.0.0.1:9", "the server did not say what it serves"),
         ("agent=http://h api_key_env=NO_KEY", "NO_KEY: that environment variable is not set"),
     ],

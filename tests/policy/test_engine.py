@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,8 +30,10 @@ from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.engine import native as native_engine
 from treegraft.policy.engine import sampling
 from treegraft.policy.engine.blocks import PathCache, Row
+from treegraft.policy.engine.forward import build_forward
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.policy.engine.ragged import usable_rows
@@ -38,7 +41,7 @@ from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
-from treegraft.settings.policy import EngineSettings, NativeSettings
+from treegraft.settings.policy import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -49,12 +52,20 @@ def make_engine(
     model: Any = None,
     tokenizer: Any = None,
     seed: int = 0,
+    max_prefill_tokens: int = 512,
+    pack_weights: bool = True,
+    compile_kernels: bool = True,
     **settings: Any,
 ) -> NativeEngine:
     model = model if model is not None else build_model(family, seed)
-    native = {name: settings.pop(name) for name in NativeSettings.model_fields if name in settings}
+    native = {"cache_gb": settings.pop("cache_gb", "auto")}
     settings = {"max_rows": 32, "deadline_s": 30.0, "native": native} | settings
-    return NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
+    chosen = {"pack": pack_weights, "compile_kernels": compile_kernels}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_engine, "build_forward", partial(build_forward, **chosen))
+        engine = NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
+    engine.max_prefill_tokens = max_prefill_tokens
+    return engine
 
 
 def run(engine: NativeEngine, work: Callable[[NativeEngine], Awaitable[Any]]) -> Any:

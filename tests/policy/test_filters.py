@@ -37,7 +37,6 @@ def kept(filters: Filters, logits: torch.Tensor = LOGITS, temperature: float = 1
         (Filters(top_k=9), [0, 1, 2, 3]),
         (Filters(top_p=0.45), [1, 3]),
         (Filters(top_p=1e-9), [1]),
-        (Filters(min_p=0.6), [1, 3]),  # .3 / .4 = .75, .2 / .4 = .5
         # of .4, .3 left by top-k, .4 / .7 = .57 alone reach .55; of all four they do not
         (Filters(top_k=2, top_p=0.55), [1]),
         (Filters(top_p=0.55), [1, 3]),

@@ -92,17 +92,6 @@ def test_best_of_each_question_by_reward_then_by_length(tmp_path: Path) -> None:
         (first.id, num[first.id] + 1),
         (first.id, num[first.id] + 2),
     ]
-    assert chosen(path, min_reward=0.5, num_best=5) == [
-        (first.id, num[first.id] + 1),
-        (first.id, num[first.id] + 2),
-        (first.id, num[first.id]),
-    ]
-    # The bound itself is enough.
-    assert len(chosen(path, min_reward=1.0)) == 2
-    with raises_code(
-        "no-demonstration", match=r"4 with a reward below .* = 2.* The best reward is 1:"
-    ):
-        chosen(path, min_reward=2.0)
 
 
 def test_a_shared_step_has_the_reward_of_each_trajectory(tmp_path: Path) -> None:
@@ -117,7 +106,7 @@ def test_a_shared_step_has_the_reward_of_each_trajectory(tmp_path: Path) -> None
         [(name, position, reward) for position in range(len(bad))]
         for name, reward in (("0", 0.2), ("1", 0.9))
     ]
-    best = read_demonstrations(path, WarmupSettings(min_reward=0.9, traces="b"), TASKS)
+    best = read_demonstrations(path, WarmupSettings(num_best=1, traces="b"), TASKS)
     assert [steps for _, steps in best.demonstrations] == [WORLD.expert(TASKS[0], 0)]
 
 
@@ -164,9 +153,8 @@ def test_in_environments_the_question_is_as_it_was_shown(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rows", "settings", "code"),
     [
-        ([{"reward": 0.5}, {}], {"min_reward": 0.1}, "demonstration-without-reward"),
+        ([{"reward": 0.5}, {}], {"num_best": 1}, "demonstration-without-reward"),
         ([{"reward": float("nan")}], {}, "demonstrations-unfit"),
-        ([{"reward": 0.5}], {"min_reward": 0.6}, "no-demonstration"),
     ],
 )
 def test_rewards_of_a_file(
@@ -208,9 +196,8 @@ def test_a_missing_file_is_told_with_the_nearest_one_that_exists(tmp_path: Path)
 
 
 def test_filters_need_stored_trajectories() -> None:
-    for override in ("warmup.min_reward=0.5", "warmup.num_best=1"):
-        with raises_code("override-idle"):
-            load_config(tiny(), [override])
+    with raises_code("override-idle"):
+        load_config(tiny(), ["warmup.num_best=1"])
     with raises_code("settings-contradict", "buffer.path", "warmup.traces"):
         load_config(tiny(), ["warmup.traces=buffer"])
     # The table has an effect although nothing is grafted.
@@ -302,7 +289,7 @@ def test_a_buffer_is_imitated_then_trained_on(
         return await evaluate(parts, tasks, number, **options)
 
     monkeypatch.setattr(session, "evaluate", counted)
-    warmup = {**WARMUP, "traces": "buffer", "min_reward": 0.5}
+    warmup = {**WARMUP, "traces": "buffer"}
     buffer = {"path": "expert", "encoder": "hashing"}
     done = run_of(tmp_path, "both", warmup=warmup, buffer=buffer)
     assert (done.run_dir / "buffer" / "traces.sqlite").is_file()

@@ -31,7 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
 )  # of torch: FlexAttention is not compiled here
 
-GAMMA = 0.2
 CONSTANT = 7.0
 
 RICH = Part.of(
@@ -190,7 +189,7 @@ def plain_imitated(
         ids = [*above, *step.lesson_ids]
         for logprob in logprobs_of(model, ids, [step.temperature] * len(ids))[len(above) - 1 :]:
             prob = torch.exp(logprob)
-            gain = logprob if loss.graft_form == "log" else prob / (prob + loss.graft_gamma)
+            gain = logprob if loss.graft_form == "log" else prob / (prob + 0.1)
             total = total - loss.graft_coef * advantage * gain
     return total
 
@@ -223,10 +222,7 @@ def assert_exact(trees: Sequence[Tree], rules: Rules) -> None:
 
 
 def loss_settings(**fields: Any) -> LossSettings:
-    return LossSettings(
-        **{"graft_gamma": GAMMA, "shaping_weight": 0.3, "clip_low": 0.28, "clip_high": 0.28}
-        | fields
-    )
+    return LossSettings(**{"shaping_weight": 0.3, "clip_low": 0.28, "clip_high": 0.28} | fields)
 
 
 AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]

@@ -248,10 +248,8 @@ def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]
         ({"lr_warmup_steps": 4}, [2, 4, 6, 8, 8, 8]),
         ({"schedule": "linear"}, [8, 6, 4, 2, 0, 0]),
         ({"schedule": "linear", "lr_warmup_steps": 2}, [4, 8, 8, 4, 0, 0]),
-        ({"schedule": "linear", "final_lr_frac": 0.5}, [8, 7, 6, 5, 4, 4]),
         # (1 + cos(0, 45, 90, 135 degrees)) / 2
         ({"schedule": "cosine"}, [8, 4 + 8**0.5, 4, 4 - 8**0.5, 0, 0]),
-        ({"schedule": "cosine", "final_lr_frac": 0.25}, [8, 5 + 4.5**0.5, 5, 5 - 4.5**0.5, 2, 2]),
     ],
 )
 def test_schedules_by_hand(settings: dict, expected: list[float]) -> None:

@@ -120,10 +120,11 @@ SHAPE = ModelShape(
 )
 
 
-def test_parts_of_a_learner_by_hand() -> None:
+def test_parts_of_a_learner_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "VOCAB_CHUNK", 4)
     model = {"path": "a/b", "dtype": "bfloat16"}
     recipe = {"model": model, "learn": {"max_pack_tokens": 10}}
-    config = load_config(recipe, ["learn.vocab_chunk=4"])
+    config = load_config(recipe)
     assert SHAPE.learner_parts(config, 1) == {
         "weights": 2000,
         "masters": 4000,
@@ -140,6 +141,7 @@ def test_parts_of_a_learner_by_hand() -> None:
     # 600 weights in two layers; two of them gathered.
     assert four["gathered layers"] == 2 * 300 * 2 and "weights" not in four
     assert (four["masters"], four["gradients"], four["AdamW"]) == (1000, 1000, 2000)
+    monkeypatch.setattr(shapes, "VOCAB_CHUNK", 2048)
     saving = load_config(recipe, ["model.gradient_checkpointing=true", "model.lora.rank=2"])
     parts = SHAPE.learner_parts(saving, 1)
     # 2 layers of rank 2: query and output 8 each, key and value 6 each, three of 10.

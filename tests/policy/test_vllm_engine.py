@@ -62,7 +62,7 @@ Work = Callable[[VllmEngine], Awaitable[Any]]
 def config_of(fakes: list[FakeVllm], folder: Path, **vllm: Any) -> Config:
     engine = {"kind": "vllm", "max_rows": 4, "deadline_s": 20.0}
     engine |= {name: vllm.pop(name) for name in ("max_rows", "deadline_s") if name in vllm}
-    vllm = {"servers": [one.url for one in fakes], "start_timeout_s": 10.0} | vllm
+    vllm = {"servers": [one.url for one in fakes]} | vllm
     return load_config(tiny(run={"dir": str(folder)}, engine={**engine, "vllm": vllm}))
 
 
@@ -234,8 +234,11 @@ def test_errors_of_a_server_are_tried_again_and_then_told(tmp_path: Path) -> Non
     assert same([found], undisturbed(MODEL, tmp_path, range(1)))
 
 
-def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of ours would be started again."""
+    monkeypatch.setattr("treegraft.policy.engine.vllm.servers.READY_S", 1.0)
 
     async def work(engine: VllmEngine) -> Completion:
         await ask(engine, 0)
@@ -252,7 +255,7 @@ def test_a_server_that_hangs_is_late_and_found_by_the_next_publish(tmp_path: Pat
         return await ask(engine, 0)
 
     with fakes(MODEL, 2) as servers:
-        found = run(servers, tmp_path, work, deadline_s=1.0, start_timeout_s=1.0)
+        found = run(servers, tmp_path, work, deadline_s=1.0)
     assert same([found], undisturbed(OTHER, tmp_path, range(1)))
 
 
@@ -285,7 +288,11 @@ def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.M
         run(servers, tmp_path, work)
 
 
-def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
+def test_without_a_server_left_the_engine_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treegraft.policy.engine.vllm.servers.READY_S", 0.5)
+
     async def work(engine: VllmEngine) -> None:
         await asyncio.to_thread(servers[0].die)
         with raises_code("no-server-left"):
@@ -293,7 +300,7 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         assert isinstance(engine.death, EngineError)
 
     with fakes(MODEL) as servers:
-        run(servers, tmp_path, work, start_timeout_s=0.5)
+        run(servers, tmp_path, work)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tests.support.error_codes import raises_code
 from tests.support.pages import builder
 from tests.support.tiny import is_timing, tiny
 from tests.support.trees import Part, build_tree
 
+from treegraft.core.registry import CORE_NAMES
 from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -23,12 +23,12 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics, found_metrics
 from treegraft.rollout.measure import unused_metrics
+from treegraft.runs import health
 from treegraft.runs.display import PlainDisplay
 from treegraft.runs.health import RULES, HealthWarning, Monitor, explained, recorded
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import read_metrics
 from treegraft.settings.explore import EntropySettings, GraftSettings
-from treegraft.settings.health import HealthSettings
 from treegraft.settings.load import load_config
 from treegraft.train import train
 
@@ -74,11 +74,9 @@ def at_end(**changes: Any) -> Callable[[int], dict[str, Any]]:
     )
 
 
-def warnings_of(
-    history: Sequence[Mapping[str, Any]], settings: HealthSettings | None = None
-) -> list[list[HealthWarning]]:
+def warnings_of(history: Sequence[Mapping[str, Any]], *silenced: str) -> list[list[HealthWarning]]:
     """Returns for each line the warnings that stand after it."""
-    monitor = Monitor(settings or HealthSettings())
+    monitor = Monitor(silenced)
     return [monitor.take(line)[0] for line in history]
 
 
@@ -123,21 +121,6 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-WIDER = {
-    "held_out_differs": 0.6,
-    "entropy_collapse": 0.01,
-    "truncated": 0.3,
-    "violated": 0.6,
-    "failed": 0.6,
-    "graft_unused": 0.97,
-    "graft_untrue": 0.7,
-    "answer_copied": 0.4,
-    "engine_drift": 3.0,
-    "tool_broken": 0.6,
-    "not_finite": 2.0,
-}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_each_rule_speaks_and_is_silenced(name: str) -> None:
     changes, says = CASES[name]
@@ -149,16 +132,7 @@ def test_each_rule_speaks_and_is_silenced(name: str) -> None:
     assert meaning(warning.key)
     # What was written into a line is read back as the same warning.
     assert recorded({**history[-1], warning.key: warning.value}) == [warning]
-    settings = HealthSettings(**{warning.rule.name: "off"})
-    assert warnings_of(history, settings)[-1] == []
-    # The limit itself decides: a wider one is not crossed.
-    if warning.rule.name in WIDER:
-        assert (
-            warnings_of(history, HealthSettings(**{warning.rule.name: WIDER[warning.rule.name]}))[
-                -1
-            ]
-            == []
-        )
+    assert warnings_of(history, warning.rule.name)[-1] == []
 
 
 def test_every_rule_has_a_case_and_a_setting() -> None:
@@ -166,7 +140,7 @@ def test_every_rule_has_a_case_and_a_setting() -> None:
     assert {
         name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)
     } == rules
-    assert rules | {"window"} == set(HealthSettings.model_fields)
+    assert rules == set(CORE_NAMES["warning"])
 
 
 @pytest.mark.parametrize("kind", ["branch", "graft"])
@@ -184,10 +158,6 @@ def test_windows_are_waited_for() -> None:
     calls = [0.0, 0.0, 0.0, 3.0, 0.0]
     found = warnings_of(lines(lambda n: {"rollout/tool_calls_mean": calls[n - 1]}, 5))
     assert names(found) == [[], [], ["no_tool_calls"], [], []]
-    assert (
-        names(warnings_of(lines({"rollout/tool_calls_mean": 0.0}, 2), HealthSettings(window=1)))
-        == [["no_tool_calls"]] * 2
-    )
     without = [
         {key: value for key, value in line.items() if not key.startswith("tools/")}
         for line in lines({}, 4)
@@ -205,7 +175,7 @@ def test_a_warning_is_said_once_and_its_end_too() -> None:
     """Truncation stands in updates 2, 3 and 5: one beginning, and an end after three updates
     without it."""
     shares = {2: 0.4, 3: 0.5, 5: 0.3}
-    monitor = Monitor(HealthSettings())
+    monitor = Monitor()
     said = []
     for line in lines(lambda n: {"rollout/truncated_frac": shares.get(n, 0.0)}, 10):
         _, began, over = monitor.take(line)
@@ -232,10 +202,10 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
         },
         9,
     )
-    whole = Monitor(HealthSettings())
+    whole = Monitor()
     everything = [whole.take(line) for line in history]
     for cut in range(1, 9):
-        resumed = Monitor(HealthSettings(), history[:cut])
+        resumed = Monitor((), history[:cut])
         assert [resumed.take(line) for line in history[cut:]] == everything[cut:]
 
 
@@ -246,16 +216,12 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_settings_are_checked() -> None:
-    assert load_config({"health": {"truncated": "off", "window": 5}}).health.truncated == "off"
-    config = load_config({}, ["health.truncated=off", "health.tool_broken=0.9"])
-    assert (config.health.truncated, config.health.tool_broken) == ("off", 0.9)
-    for wrong in ({"truncated": 1.5}, {"truncated": "never"}, {"window": 0}):
-        with pytest.raises(ValidationError):
-            HealthSettings(**wrong)
+    config = load_config({"health": {"truncated": "off"}}, ["health.violated=off"])
+    assert config.health == {"truncated": "off", "violated": "off"}
     with raises_code("invalid-setting"):
-        load_config({}, ["health.truncated=never"])
-    with raises_code("override-idle"):
-        load_config({}, ["health.graft_unused=0.5"])
+        load_config({}, ["health.truncated=0.3"])
+    with raises_code("settings-contradict", "health"):
+        load_config({}, ["health.truncate=off"])
 
 
 # ---------------------------------------------------------------------- the metrics behind them
@@ -369,7 +335,7 @@ def threads() -> Iterator[None]:
 
 
 def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Untrained weights with no room to answer, a learning rate of 0: truncated or broken, no
     variance, nobody calls a tool."""
@@ -378,9 +344,9 @@ def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
         "rollout": {"max_completion_tokens": 2},
         "learn": {"lr": 0.0},
         "eval": {"every": 0, "at_start": False, "at_end": False},
-        "health": {"window": 2},
         "checkpoint": {"every": 1},
     }
+    monkeypatch.setattr(health, "WINDOW", 2)
 
     def start(name: str, **run: Any) -> Path:
         settings = tiny(**tables, run={"name": name, "dir": str(tmp_path), **run})

@@ -20,6 +20,7 @@ from tests.support.trees import Part, build_tree
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.losses import clipped_surrogate, engine_correction
 from treegraft.core.types import Tree
+from treegraft.runs import replay as replay_module
 from treegraft.runs.record import RunFolder
 from treegraft.runs.replay import Replay
 from treegraft.runs.tree_files import write_trees
@@ -29,11 +30,11 @@ from treegraft.settings.policy import LossSettings
 from treegraft.train import train
 
 
-def settings_of(fresh_frac: float = 0.5, capacity: int = 512) -> Config:
+def settings_of(fresh_frac: float = 0.5) -> Config:
     return load_config(
         {
             "run": {"tasks_per_update": 4},
-            "replay": {"fresh_frac": fresh_frac, "capacity": capacity},
+            "replay": {"fresh_frac": fresh_frac},
             "loss": {"engine_ratio_cap": 1e9},
         }
     )
@@ -89,8 +90,11 @@ def test_half_of_an_update_comes_from_earlier_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("capacity", [2, 3, 512])
-def test_a_resumed_run_draws_the_same_groups(tmp_path: Path, capacity: int) -> None:
-    config = settings_of(capacity=capacity)
+def test_a_resumed_run_draws_the_same_groups(
+    tmp_path: Path, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_module, "CAPACITY", capacity)
+    config = settings_of()
     whole, folder = Replay(config, RunFolder(tmp_path), 0), RunFolder(tmp_path)
     run_updates(whole, folder, range(1, 4))
     resumed = Replay(config, folder, 3)
@@ -122,13 +126,17 @@ def test_groups_that_teach_by_steps_alone_are_replayed(tmp_path: Path) -> None:
     assert replay.num_due == 0
 
 
-def test_the_files_of_the_groups_that_are_kept(tmp_path: Path) -> None:
+def test_the_files_of_the_groups_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder(tmp_path)
-    few, all_of_them = (Replay(settings_of(capacity=size), folder, 0) for size in (2, 512))
+    few, all_of_them = (Replay(settings_of(), folder, 0) for _ in range(2))
+    monkeypatch.setattr(replay_module, "CAPACITY", 2)
     run_updates(few, folder, range(1, 6))
     names = few.labels()
     kept = {int(tree.group_id.split("/")[0]) for tree in few._groups.values()}
     assert names == [f"trees/update-{n:06d}" for n in range(min(kept), 6)] and min(kept) > 1
+    monkeypatch.setattr(replay_module, "CAPACITY", 512)
     assert len(all_of_them.labels()) == 5
     assert Replay(settings_of(1.0), folder, 5).labels() == ()
 

@@ -54,7 +54,7 @@ def _has_vllm() -> None:
 
 
 def served(max_rows: int = 16, **vllm: Any) -> dict[str, Any]:
-    own = {"python": PYTHON, "start_timeout_s": 500.0} | vllm
+    own = {"python": PYTHON} | vllm
     return {"kind": "vllm", "max_rows": max_rows, "vllm": own}
 
 

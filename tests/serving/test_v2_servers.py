@@ -66,7 +66,7 @@ def test_v2_servers_draw_by_key_and_measure_exactly(
 
 async def sampled(kind: str, python: str, tmp_path: Path) -> list[Completion]:
     """Completions of three keys, by the first weights and by others."""
-    vllm = {"python": python, "entropies": kind, "start_timeout_s": 500.0}
+    vllm = {"python": python, "entropies": kind}
     config = load_config(
         tiny(
             run={"dir": str(tmp_path / kind), "num_threads": 2},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import tomllib
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from treegraft.core import removed
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.policy.learn.sft import learning_rate
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
-from treegraft.settings import here
 from treegraft.settings.config import (
     Config,
     known_settings,
@@ -27,7 +25,6 @@ from treegraft.settings.config import (
     tables_and_settings,
 )
 from treegraft.settings.load import (
-    REMOVED,
     config_json,
     load_config,
     refuse_foreign,
@@ -35,9 +32,7 @@ from treegraft.settings.load import (
     refuse_sampling,
     setting_rows,
     traced,
-    without_removed,
 )
-from treegraft.settings.plain import parse_value
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.table import Condition, setting, value_of, with_value
 
@@ -256,13 +251,8 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "part"),
     [
-        ({"model": {"tiny": {"num_heads": 4, "num_kv_heads": 3}}}, "model.tiny.num_kv_heads"),
-        (
-            {"model": {"tiny": {"hidden_size": 100, "num_heads": 8, "num_kv_heads": 8}}},
-            "model.tiny.hidden_size",
-        ),
-        ({"rollout": {"max_completion_tokens": 256}}, "model.tiny.max_context"),
-        ({"eval": {"max_completion_tokens": 999}}, "eval.max_completion_tokens"),
+        ({"model": {"tiny": {"num_heads": 4, "num_kv_heads": 3}}}, "model.tiny.num_heads"),
+        ({"model": {"tiny": {"hidden_size": 100, "num_heads": 8}}}, "model.tiny.num_heads"),
         ({"reward": {"funcs": ["f1", "math"], "weights": [1.0]}}, "reward.weights"),
         ({"reward": {"funcs": []}}, "reward.funcs"),
         ({"reward": {"funcs": ["f1", "f1"]}}, "each name once"),
@@ -297,32 +287,14 @@ def test_missing_files(tmp_path: Path) -> None:
             {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "encoder": "hasing"}},
             "Did you mean 'hashing'?",
         ),
-        (
-            {"explore": {"explorers": ["independent", "entropy"]}},
-            'expected "entropy" in the first place',
-        ),
-        (
-            {
-                "reward": {"funcs": ["f1", "overlong"], "overlong_tokens": 97},
-                "rollout": {"max_completion_tokens": 96},
-            },
-            "reward.overlong_tokens: got 97, expected at most rollout.max_completion_tokens",
-        ),
-        (
-            {"explore": {"explorers": ["independent", "tree_search"]}},
-            'expected "tree_search" in the first place',
-        ),
+        ({"explore": {"explorers": ["independent", "entropy"]}}, 'one of "entropy" alone'),
         (
             {"explore": {"explorers": ["graft", "tree_search"]}, "buffer": {"path": "b"}},
-            'expected "tree_search" in the first place',
+            'one of "tree_search" alone, in the first place',
         ),
         (
             {"explore": {"explorers": ["tree_search", "entropy"]}},
-            'come from one of "tree_search" and "entropy"',
-        ),
-        (
-            {"explore": {"explorers": ["entropy", "tree_search"]}},
-            'come from one of "entropy" and "tree_search"',
+            'one of "tree_search" and "entropy" alone',
         ),
         (
             {"explore": {"explorers": ["tree_search"], "tree_search": {"num_starts": 40}}},
@@ -422,12 +394,6 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
         {}, "credit.leaf_weight=inverse_branching"
     )
     load_config({}, ['explorers=["tree_search"]', "credit.leaf_weight=inverse_branching"])
-    load_config(graft, ["credit.advantage=dr_grpo", "credit.eps=1e-4"])
-    no_help = ("credit.advantage=dr_grpo", "credit.retrieval_weight=0", "credit.eps=1e-4")
-    assert "credit.advantage is 'dr_grpo'" in refused(graft, *no_help)
-    by_state = ["credit.attribution=states", "credit.eps=1e-4"]
-    load_config({}, ["credit.advantage=reinforce++", *by_state])
-    assert "credit.advantage is 'rloo'" in refused({}, "credit.advantage=rloo", *by_state)
     assert "ratio is exactly 1" in refused({}, "loss.objective=gppo", "loss.kept_low=0.25")
     load_config({}, ["learn.num_epochs=2", "loss.objective=gppo", "loss.kept_low=0.25"])
     load_config(
@@ -441,7 +407,6 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
         branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
     )
     assert "however little" in refused(branch, "normaliser=log_vocabulary")
-    assert "dr_grpo" in refused({"credit": {"advantage": "dr_grpo"}}, "credit.eps=0.1")
 
 
 def test_evaluation_refuses_what_only_training_uses() -> None:
@@ -467,7 +432,6 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
         ("run.name=a/b", "run.name: got 'a/b'"),
         ("engine.kind=vlm", "engine.kind: got 'vlm'"),
         ("max_agent_steps=9", ""),  # [eval] has one of this name too, which follows [rollout]
-        ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
         ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),
         ("tools.use=[python,search]", 'Write tools.use = ["python", "search"]'),
     ):
@@ -482,18 +446,15 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     ("override", "part"),
     [
         ("run.seed=" + "9" * 5000, "64 bits"),
-        (f"run.seed={2**70}", "'run.seed' is an integer of more than 64 bits"),
         ("run.seed=0x" + "f" * 5000, "64 bits"),
         ("explore.explorers=" + "[" * 5000, "explore.explorers"),
-        ("tools.use=" + "[" * 40 + "]" * 40, "nested more than 16 deep"),
-        ("run.name=" + "x" * 300, "at most 200 bytes"),
-        ("run.name=a\nb", "on one line"),
-        ("run.name=\u202egnp.exe", "printable"),
-        ("run.name=\udc80", "'run.name' is '\\udc80', which is not valid text"),
-        ("model.tiny.hidden_size=100000000", "model.path"),
-        (f"tasks.num_train={10**12}", "at most 1,000,000"),
-        (f"run.num_threads={10**9}", "1024"),
+        ("tools.use=" + "[" * 300 + "]" * 300, "nested too deeply, expected at most 16"),
+        (f"tasks.num_train={10**12}", "less than or equal to 1000000"),
         ("a" + ".b" * 5000 + "=1", "is not an override"),
+        ("run.name=" + "x" * 300, "at most 200 bytes"),
+        ("run.name=a\nb", "of printable characters"),
+        ("run.name=\udc80", "a value that no setting can have: Invalid JSON"),
+        (f"run.num_threads={10**9}", "1024"),
     ],
 )
 def test_values_that_no_run_can_have(override: str, part: str) -> None:
@@ -568,24 +529,19 @@ def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:
 # --- what 0.7 wrote -------------------------------------------------------------------------------
 
 
-def test_settings_of_0_7_that_are_gone_pass_where_they_changed_nothing(tmp_path: Path) -> None:
-    for name in ("config.json", "recipe.json"):
-        saved = json.loads(config_json(Config()))
-        saved["engine"]["noise"], saved["rollout"]["max_staleness"] = "philox", 0
-        saved["cluster"] |= {"tool_workers": 3, "buffer_replicas": 1, "growers": 2}
-        path = tmp_path / name
-        path.write_text(json.dumps(saved), encoding="utf-8")
-        assert load_config(path) == load_config({})
-        saved["rollout"]["max_staleness"] = 1
-        path.write_text(json.dumps(saved), encoding="utf-8")
-        said = "setting 'rollout.max_staleness' is gone since 0.8: got 1, and only 0 would change"
-        assert said in refused(path)
-    assert without_removed({"engine.noise": "philox", "run.seed": 3}) == {"run.seed": 3}
-    assert not {*REMOVED} & {*known_settings()}
+def test_settings_of_another_version_are_refused_with_one_sentence(tmp_path: Path) -> None:
+    saved = json.loads(config_json(Config()))
+    saved["engine"]["noise"], saved["learn"]["vocab_chunk"] = "philox", 7
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    said = refused(path)
+    assert "it has the setting 'engine.noise'" in said and "always 'philox'" in said
+    assert "Gone since 0.8: it is always 2,048." in refused({}, "learn.vocab_chunk=7")
+    assert not {*removed.REMOVED} & {*known_settings()}
 
 
 def test_a_setting_in_the_table_above_leads_to_its_own() -> None:
-    assert "Did you mean 'engine.native.pack_weights'?" in refused({}, "engine.pack_weights=true")
+    assert "Did you mean 'engine.native.cache_gb'?" in refused({}, "engine.cache_gb=2")
 
 
 def test_options_go_to_an_engine_of_your_own() -> None:
@@ -710,46 +666,6 @@ def test_thoughts_and_boxes_are_asked_for_in_tags_only() -> None:
     assert asked(require_boxed=False) == (True, False)
 
 
-def _deep(key: str, num: int) -> str:
-    return ".".join([key] * num)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        _deep("a", 900) + " = 1\n",
-        _deep("a", 30_000) + " = 1\n",
-        f"[{_deep(' a ', 30_000)}]\n",
-        _deep('"a.b"', 5_000) + " = 1\n",
-        f"x = {{ {_deep('a', 5_000)} = 1 }}\n",
-        f'x = "# no comment"\n{_deep("a", 5_000)} = 1\n',
-    ],
-)
-def test_keys_of_too_many_dots_are_refused_before_they_are_read(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "deep.toml"
-    path.write_text(text)
-    tracemalloc.start()
-    said = refused(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert "nested too deeply, expected at most 16" in said
-    # tomllib alone takes some gigabytes for 30,000.
-    assert peak < 20_000_000
-
-
-def test_dots_within_texts_comments_and_numbers_are_no_keys(tmp_path: Path) -> None:
-    dots = ". " * 100
-    path = tmp_path / "dots.toml"
-    path.write_text(
-        f"# {dots}\n[tools]\nuse = []\n[format]\nanswer_pattern = '''{dots}\n{_deep('a', 100)}'''\n"
-    )
-    assert _deep("a", 100) in str(load_config(path).format.answer_pattern)
-    assert parse_value("[1.5, 2.5, .5]") == "[1.5, 2.5, .5]"
-    assert parse_value(f'"{dots}"') == dots
-    with pytest.raises(SettingError, match="nested too deeply"):
-        parse_value(f"{{{_deep('a', 100)}=1}}")
-
-
 @pytest.mark.parametrize(
     ("method", "name"), [("arpo", "entropy"), ("RAPO", "graft"), ("grpo", "independent")]
 )
@@ -790,35 +706,6 @@ def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> 
 )
 def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
     assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1
-
-
-@pytest.mark.parametrize(
-    ("gpus", "visible", "python", "kind"),
-    [
-        ((), None, "p", "native"),
-        (("0",), None, None, "native"),
-        (("0",), None, "p", "vllm"),
-        (("0",), "", "p", "native"),
-    ],
-)
-def test_an_engine_for_this_machine(
-    gpus: tuple[str, ...],
-    visible: str | None,
-    python: str | None,
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM where both a GPU and an environment are; a resolved recipe names the engine."""
-    for one in gpus:
-        (tmp_path / one).mkdir()
-    monkeypatch.setattr(here, "_GPUS", tmp_path)
-    monkeypatch.setattr(here, "vllm_pythons", lambda: [tmp_path / "none"])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = load_config({"engine": {"kind": "auto", "vllm": {"python": python}}})
-    assert config.engine.kind == kind
 
 
 def test_what_is_gone_since_an_earlier_version_says_what_to_use(

@@ -12,7 +12,6 @@ import shutil
 import signal
 import string
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -243,30 +242,3 @@ TYPED = st.lists(typed(), min_size=1, max_size=2)
 @given(TYPED, st.booleans())
 def test_runs(alone: Path, overrides: list[str], in_recipe: bool) -> None:
     check_train(alone, overrides, in_recipe)
-
-
-@pytest.mark.slow
-def test_a_thousand_inputs(alone: Path) -> None:
-    """All three kinds; prints how many were accepted, refused, or failed at work."""
-    ends: dict[str, int] = {}
-
-    @profile(400)
-    @given(OVERRIDES)
-    def first(overrides: list[str]) -> None:
-        check_overrides(overrides)
-
-    @profile(300)
-    @given(recipes(), st.sampled_from([".toml", ".toml", ".json"]))
-    def second(data: bytes, suffix: str) -> None:
-        check_recipe(alone, data, suffix)
-
-    @profile(300)
-    @given(TYPED, st.booleans())
-    def third(overrides: list[str], in_recipe: bool) -> None:
-        end = check_train(alone, overrides, in_recipe)
-        ends[end] = ends.get(end, 0) + 1
-
-    began = time.monotonic()
-    for part in (first, second, third):
-        part()
-    print(f"runs: {ends}; {time.monotonic() - began:.0f} s")

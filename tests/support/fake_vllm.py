@@ -208,7 +208,7 @@ class FakeVllm:
         ids: list[int] = []
         label = self.label
         generator = torch.Generator().manual_seed(params["seed"])
-        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        names = ("top_k", "top_p", "repetition_penalty")
         filters = Filters(**{name: params[name] for name in names})
         while len(ids) < params["max_tokens"]:
             with torch.inference_mode():

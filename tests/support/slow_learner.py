@@ -170,17 +170,20 @@ def future_factor(
 ) -> float:
     """APPO's 1 + b f of one token: its sum over all later loss tokens, each with its distance on
     the path; 0 where two tokens of the trajectory are past dual clip."""
+    # An extension, which tests of the core do without.
+    from treegraft.extras.methods import appo_loss
+
     past = [math.exp(gap) > loss.dual_clip for gap in gaps]
     if sum(m and far and a < 0 for m, far, a in zip(mask, past, advantages, strict=True)) > 1:
         return 0.0
     total = sum(
-        gaps[n] * 2 ** (-(places[n] - places[index]) / loss.future_half_life)
+        gaps[n] * 2 ** (-(places[n] - places[index]) / appo_loss.HALF_LIFE)
         for n in range(index, len(gaps))
         if mask[n] and not past[n]
     )
     if advantages[index] < 0 and math.exp(gaps[index]) > 6:
         return 1.0 + loss.future_weight
-    return 1.0 + loss.future_weight * min(max(math.exp(total), 1.0), loss.future_highest)
+    return 1.0 + loss.future_weight * min(max(math.exp(total), 1.0), appo_loss.HIGHEST)
 
 
 def token_objective(
@@ -193,7 +196,7 @@ def token_objective(
     if loss.objective == "gppo" and advantage < 0 and ratio < low:
         return low * advantage * (1 + loss.kept_low * (logprob - logprob.detach()))
     if loss.objective == "gppo" and advantage > 0 and ratio > high:
-        return high * advantage * (1 + loss.kept_high * (logprob - logprob.detach()))
+        return high * advantage * (1 + logprob - logprob.detach())
     bounded = torch.clamp(ratio, low, high)
     objective = torch.minimum(ratio * advantage, bounded * advantage)
     if loss.dual_clip is not None and advantage < 0:

@@ -15,6 +15,7 @@ from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
+from treegraft.extras.methods.dots import sampler as dots
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.settings.config import table_class
@@ -26,7 +27,6 @@ REFERS: dict[str, Any] = {
     "kind": "difficulty",
     "encoder": "hashing",
     "num_references": 4,
-    "every": 2,
 }
 
 SamplerSettings = table_class("sampler")
@@ -123,8 +123,9 @@ def test_the_success_of_a_task_is_that_of_its_unaided_rollouts() -> None:
 # --- what is dealt --------------------------------------------------------------------------------
 
 
-def test_the_nearest_to_the_target_are_dealt() -> None:
-    sampler = sampler_of("abcdef", decay=1.0)
+def test_the_nearest_to_the_target_are_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dots, "DECAY", 1.0)
+    sampler = sampler_of("abcdef")
     rates = {"a": 0.0, "b": 1.0, "c": 0.5, "d": 0.25, "e": 0.875}
     sampler.take(1, [tree_of(name, [rate] * 8) for name, rate in rates.items()])
     # Of f the mean is expected, 0.525, and the prior draws the others to it: distances to 1/2 are
@@ -293,13 +294,8 @@ def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], about: str
 @pytest.mark.parametrize(
     "typed",
     [
-        ["sampler.target=0.3"],
-        ["sampler.kind=difficulty", "sampler.every=3"],
-        ["sampler.kind=difficulty", "sampler.attention_temperature=1"],
-        [
-            *("sampler.kind=difficulty", "sampler.encoder=hashing"),
-            *("sampler.num_references=2", "sampler.decay=0.5"),
-        ],
+        ["sampler.temperature=0.3"],
+        ["sampler.kind=epochs", "sampler.num_references=3"],
     ],
 )
 def test_settings_without_effect_are_refused(typed: list[str]) -> None:

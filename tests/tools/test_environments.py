@@ -48,6 +48,7 @@ from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
+from treegraft.tools.environments import sessions
 from treegraft.tools.environments.own import ClassEnvironments, EnvironmentTool, capability_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
@@ -349,8 +350,9 @@ def test_a_wish_that_is_not_granted_costs_nothing() -> None:
     assert counts(grower)["num_replays"] == 0
 
 
-def test_steps_behind_too_many_calls_do_not_branch() -> None:
+def test_steps_behind_too_many_calls_do_not_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, num_replays in ((1, 0), (2, 1)):
+        monkeypatch.setattr(sessions, "MAX_REPLAY_CALLS", limit)
         explorer = EntropyBranching(
             EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
         )
@@ -359,7 +361,6 @@ def test_steps_behind_too_many_calls_do_not_branch() -> None:
             by_plan(*WAY_IN),
             explorer,
             entropy=unsure_after_two,
-            world={"max_replay_calls": limit},
         )
         tree = grow(grower)
         assert len(tree.leaves) == 2 and all(leaf.reward == 1.0 for leaf in tree.leaves)

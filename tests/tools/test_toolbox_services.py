@@ -16,6 +16,7 @@ from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import ToolsSettings
+from treegraft.tools import toolbox
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -62,8 +63,13 @@ def failing(num_times: int) -> Callable[[int, str], Awaitable[str]]:
     return answer
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolbox, "BACKOFF_S", 0.01)
+
+
 def box_of(tool: Any, **settings: Any) -> Toolbox:
-    return Toolbox([tool], ToolsSettings(**{"deadline_s": 5.0, "backoff_s": 0.01, **settings}))
+    return Toolbox([tool], ToolsSettings(**{"deadline_s": 5.0, **settings}))
 
 
 def ask(tool: Any, *bodies: str, **settings: Any) -> tuple[list[Observation], dict[str, float]]:
@@ -104,17 +110,22 @@ def test_what_the_agent_did_wrong_is_not_tried_again() -> None:
     assert tool.num_runs == 1
 
 
-def test_retries_end_before_the_deadline_as_a_failure_of_the_service() -> None:
+def test_retries_end_before_the_deadline_as_a_failure_of_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toolbox, "BACKOFF_S", 0.4)
     tool = Service(failing(99))
     with pytest.raises(ToolUnavailable, match="503"):
-        ask(tool, "q", deadline_s=1.0, backoff_s=0.4, num_retries=9)
+        ask(tool, "q", deadline_s=1.0)
     # 0.4 fits; 0.4 + 0.8 does not.
     assert tool.num_runs == 2
 
 
-def test_waits_double() -> None:
+def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolbox, "BACKOFF_S", 0.05)
+    monkeypatch.setattr(toolbox, "NUM_RETRIES", 3)
     tool = Service(failing(3))
-    ask(tool, "q", backoff_s=0.05, num_retries=3, deadline_s=30.0)
+    ask(tool, "q", deadline_s=30.0)
     waits = [later - earlier for earlier, later in zip(tool.times, tool.times[1:], strict=False)]
     assert all(wait >= least for wait, least in zip(waits, (0.05, 0.1, 0.2), strict=True))
 

@@ -17,7 +17,6 @@ from treegraft.algo.groups import (
     Scale,
     by_place,
     group_advantages,
-    split_advantages,
     whitened,
 )
 from treegraft.algo.rapo import combined_advantages, path_retrieval_reward, path_retrieved_frac
@@ -80,7 +79,6 @@ def assign_credit(
     retrieval_reward: RetrievalVariant = "paper",
     retrieval_weight: float = 0.2,
     restarts: Literal["apart", "together"] = "apart",
-    stored: Literal["joint", "own"] = "joint",
     learn_from_truncated: bool = True,
 ) -> Tree:
     """Returns the tree with the credit of every leaf filled in, by the status table of `types`.
@@ -102,9 +100,6 @@ def assign_credit(
         retrieval_weight: its share a.
         restarts: rollouts that begin below stored steps are compared with those of the same place
             ("apart"), or with all of the tree.
-        stored: statistics that the rewards of stored trajectories in the group enter: "joint", of
-            all together, or of the "own" rollouts (see `groups.split_advantages`; only where the
-            outcome is compared within one group).
         learn_from_truncated: whether truncated trajectories carry loss.
 
     Raises:
@@ -113,7 +108,7 @@ def assign_credit(
     members = group_members(tree)
     if outcomes is None:
         is_apart = restarts == "apart"
-        outcomes = outcome_advantages(members, advantage, eps, stored=stored, is_apart=is_apart)
+        outcomes = outcome_advantages(members, advantage, eps, is_apart=is_apart)
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     shared = attributed(tree, members, advantages, attribution)
@@ -230,7 +225,6 @@ def outcome_advantages(
     advantage: str | OutcomeKind,
     eps: float,
     *,
-    stored: Literal["joint", "own"] = "joint",
     is_apart: bool = True,
 ) -> Floats:
     """Returns [members] the advantages of outcomes, by GRPO (arXiv 2402.03300), one of its kin, or
@@ -244,7 +238,7 @@ def outcome_advantages(
         found = np.zeros(len(members))
         for group in groups:
             ours = [members[index] for index in group]
-            found[group] = outcome_advantages(ours, advantage, eps, stored=stored)
+            found[group] = outcome_advantages(ours, advantage, eps)
         return found
     if isinstance(advantage, OutcomeKind):
         compared: Floats = loaded(advantage.compare)(members, eps)
@@ -255,9 +249,6 @@ def outcome_advantages(
             f"assign_credit: advantage is '{advantage}', which compares a whole batch; expected"
             f" `outcomes` with it, or one of {', '.join(_SCALES)}"
         )
-    if stored == "own":
-        own = [not path.is_stored for path in members]
-        return split_advantages(rewards, own, scale=_SCALES[advantage], eps=eps)
     return group_advantages(rewards, scale=_SCALES[advantage], eps=eps)
 
 

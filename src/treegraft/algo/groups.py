@@ -66,33 +66,6 @@ def by_place(places: Sequence[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def split_advantages(
-    rewards: Sequence[float], is_own: Sequence[bool], *, scale: Scale = "std", eps: float = 1e-6
-) -> Floats:
-    """Returns [leaves] advantages of own rollouts among themselves, and of stored trajectories
-    against the own rollouts' mean and deviation.
-
-    A_i = (r_i - mean_own r) / (std_own r + eps)
-
-    Source: the split estimator of LUFFY's code (Yan et al., arXiv 2504.14945); its default takes
-    the statistics of all together, as `group_advantages` does. Where the own rewards are all equal
-    the divisor is 1, not eps.
-
-    Args:
-        is_own: [leaves] False for a stored trajectory.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    own = np.asarray(is_own, dtype=bool)
-    advantages = np.zeros_like(values)
-    if not own.any():
-        return advantages
-    advantages[own] = group_advantages(values[own], scale=scale, eps=eps)
-    varies = (values[own] != values[own][0]).any()
-    spread = float(values[own].std(ddof=1)) + eps if scale == "std" and varies else 1.0
-    advantages[~own] = (values[~own] - values[own].mean()) / spread
-    return advantages
-
-
 def whitened(
     groups: Sequence[Sequence[float]],
     lengths: Sequence[Sequence[int]],

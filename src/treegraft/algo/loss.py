@@ -48,10 +48,9 @@ class LossForm:
     entropy_coef: float
     """η; 0 for none."""
     graft_coef: float
-    """The weight of imitation, which is part of m; `graft_form` and `graft_gamma` say what is
+    """The weight of imitation, which is part of m; `graft_form` says what is
     raised (see `losses.imitated_loss`)."""
     graft_form: Literal["log", "luffy"]
-    graft_gamma: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +155,6 @@ def loss_terms(batch: LossBatch, scores: PassScores, settings: LossForm) -> dict
             batch.imitated.advantages,
             coef=settings.graft_coef,
             form=settings.graft_form,
-            gamma=settings.graft_gamma,
         )
     return terms
 

@@ -190,8 +190,7 @@ def needed(config: Config, shape: ModelShape, place: Place) -> dict[str, float]:
         rows = min(config.engine.max_rows, leaves)
         parts["Python and packages"] = _PACKAGES_BYTES
         parts["engine's weights"] = weights
-        if native.pack_weights:
-            parts["engine's packed weights"] = weights
+        parts["engine's packed weights"] = weights
         parts["keys and values"] = min(rows * path, 1e9 * native.cpu_cache_gb)
     elif config.engine.kind != "vllm":
         parts["engine's weights"] = weights

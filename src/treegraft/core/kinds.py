@@ -54,8 +54,8 @@ class ExplorerKind:
     """Whether, under a configuration, it puts tokens into trees that can be imitated."""
     stored_from: str = ""
     """The setting with the least reward of stored trajectories that it begins below."""
-    tool: str = ""
-    """The setting that names the tool whose calls it begins; empty for none."""
+    begins_calls: bool = False
+    """Whether it begins tool calls for the agent."""
     idle: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     """For settings of others by their dotted names: why they have no effect beside it, a function
     of the configuration that returns "" where they have one."""

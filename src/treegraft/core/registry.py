@@ -41,9 +41,25 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "tasks": ("search_world", "dataset"),
     "tool": ("search",),
     "sampler": ("epochs",),
-    "engine": ("native", "vllm", "auto"),
+    "engine": ("native", "vllm"),
     "format": ("tags", "chat"),
     "reward": ("hierarchical", "exact_match", "f1", "math", "environment", "overlong"),
+    "warning": (
+        "no_tool_calls",
+        "no_variance",
+        "entropy_collapse",
+        "truncated",
+        "violated",
+        "failed",
+        "branch_unused",
+        "graft_unused",
+        "graft_untrue",
+        "answer_copied",
+        "held_out_differs",
+        "engine_drift",
+        "tool_broken",
+        "not_finite",
+    ),
     "command": (
         "init",
         "train",
@@ -94,7 +110,7 @@ class Brings(TypedDict, total=False):
     metrics: Mapping[str, str]
     """Keys of metrics, and what each means."""
     warnings: Mapping[str, Any]
-    """Each a `Rule` or its import path, by the setting of [health] that is its limit."""
+    """Each a `Rule` or its import path, by its name."""
 
 
 @dataclass(frozen=True, slots=True)

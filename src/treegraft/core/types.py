@@ -277,8 +277,6 @@ class Filters:
     """The so many most likely tokens; 0 for all."""
     top_p: float = 1.0
     """The fewest tokens with at least this probability together, 0..1."""
-    min_p: float = 0.0
-    """Tokens with at least this share of the most likely one's probability, 0..1."""
     repetition_penalty: float = 1.0
     """Divides positive logits of the path's tokens, and multiplies negative ones."""
 

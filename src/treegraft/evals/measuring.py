@@ -10,6 +10,7 @@ from typing import Any
 
 from treegraft.assemble import Parts
 from treegraft.core.files import file_checksum
+from treegraft.core.removed import instead
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import independent_trees
 from treegraft.rollout.formats.markup import boxed
@@ -20,7 +21,7 @@ from treegraft.runs.open import open_checkpoint
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_json import parse_tree, tree_to_json
 from treegraft.settings.config import Config, settings_with
-from treegraft.settings.load import refuse_sampling, without_removed
+from treegraft.settings.load import refuse_sampling
 from treegraft.tasks import scoring
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.reward_calls import WrittenText
@@ -109,8 +110,8 @@ class Subject:
         no_matter = settings_with("ignored_by_eval", "same_answers")
         return {
             name: value
-            for name, value in without_removed(facts).items()
-            if not name.startswith(no_matter)
+            for name, value in facts.items()
+            if not (name.startswith(no_matter) or instead(name))
         }
 
     @asynccontextmanager

@@ -10,15 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treegraft.parts import Registry, Settings, Tracked, recipe, setting
+from treegraft.parts import Registry, Tracked, recipe
 
 MLFLOW_TAG = "treegraft.id"
-
-
-class _Project(Settings):
-    project: str | None = setting(None, acts="nothing", resumable=True, ignored_by_eval=True)
-    """Project of trackio and Weights & Biases, experiment of MLflow; None takes their environment
-    variables, else "treegraft"."""
 
 
 class AccelerateTracker:
@@ -35,8 +29,7 @@ class AccelerateTracker:
         PartialState()
         tracked = Tracked.of(run_dir)
         settings = tracked.settings()
-        project_of_environment = os.environ.get(f"{kind.upper()}_PROJECT")
-        project = settings["track"]["project"] or project_of_environment or "treegraft"
+        project = os.environ.get(f"{kind.upper()}_PROJECT") or "treegraft"
         with _silent():
             self._tracker: Any = LOGGER_TYPE_TO_CLASS[kind](**_OPTIONS[kind](project, tracked))
             self._tracker.start()
@@ -145,12 +138,11 @@ _OPTIONS = {
 
 
 def register(registry: Registry) -> None:
-    """Registers four trackers and the setting of their project."""
+    """Registers four trackers."""
     for name in _OPTIONS:
         registry.part(
             "tracker",
             name,
             partial(AccelerateTracker, name),
             {"module": name, "install": "treegraft[trackers]"},
-            settings={"track": _Project} if name == "wandb" else {},
         )

@@ -11,6 +11,10 @@ from typing import Any, ClassVar
 
 from treegraft.core.errors import ModelError, nearest
 
+VOCAB_CHUNK = 2048
+"""Positions whose logits the learner has at once, 1 GB of float32 at 130,000 words. Of a pass with
+more, they are computed twice."""
+
 PREFIX = "shape:"
 """What model.path begins with where it names a shape."""
 
@@ -143,7 +147,7 @@ class ModelShape:
         kept, passing = self.activation_bytes(
             tokens, width, is_checkpointed=model.gradient_checkpointing
         )
-        rows = min(learn.vocab_chunk, tokens)
+        rows = min(VOCAB_CHUNK, tokens)
         logits = 2 * rows * self.vocab_size * width
         floats = 4 * min(3 * rows * self.vocab_size, _ROOMY_FLOATS)
         has_reference = config.loss.kl_coef > 0 and not model.lora.rank

@@ -334,7 +334,7 @@ class _Growth:
             await self._run_all(0, opened)
             return bool(opened)
         budget = self._tree.budget
-        # A state that cannot be had again, past environment.max_replay_calls, has no end kept.
+        # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end kept.
         grown = [
             (self._ends[one.step_id], granted, one.cause)
             for one in proposal

@@ -12,13 +12,12 @@ import math
 import re
 import tomllib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.registry import registered
-from treegraft.settings.health import HealthSettings
 
 MetricsLine = Mapping[str, Any]
 Findings = Mapping[str, float]
@@ -152,6 +151,10 @@ class Rule:
     name: str
     """As in [health] and in `health/NAME`."""
     check: Check
+    limit: float
+    """The number that `check` compares with."""
+    limit_is: str
+    """The meaning of `limit`."""
     says: str
     """The finding, a format string over {value} and {subject}."""
     meaning: str
@@ -177,24 +180,24 @@ _CHECKS: Mapping[str, Check] = {
 }
 
 
+_TEXTS = ("limit_is", "says", "meaning", "advice")
+
+
 def _rules() -> tuple[Rule, ...]:
     texts = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     rules = []
     for name, check in _CHECKS.items():
-        says, meaning, advice = (
-            " ".join(texts[name][key].split()) for key in ("says", "meaning", "advice")
-        )
-        causes = tuple(texts[name]["causes"])
-        rules.append(
-            Rule(name=name, check=check, says=says, meaning=meaning, causes=causes, advice=advice)
-        )
+        facts = texts[name]
+        facts |= {key: " ".join(facts[key].split()) for key in _TEXTS}
+        facts["causes"] = tuple(facts["causes"])
+        rules.append(Rule(name=name, check=check, **facts))
     return tuple(rules)
 
 
 RULES = _rules()
-
-
 PREFIX = "health/"
+WINDOW = 3
+"""Updates that means are over; a shorter window would warn of single bad updates."""
 
 
 @functools.cache
@@ -244,11 +247,13 @@ def recorded(line: MetricsLine) -> list[HealthWarning]:
 class Monitor:
     """The warnings of a run under way: which begin and which end, so that each is said once."""
 
-    def __init__(self, settings: HealthSettings, lines: Sequence[MetricsLine] = ()) -> None:
+    def __init__(self, silenced: Container[str] = (), lines: Sequence[MetricsLine] = ()) -> None:
         """Args:
+        silenced: names of the rules that are left out.
         lines: of metrics, from before a resume.
         """
-        self._settings, self._history = settings, History(settings.window)
+        self._silenced = silenced
+        self._history = History(WINDOW)
         self._last: dict[str, int] = {}
         """Latest update of each warning that has begun and is not over, by name."""
         for line in lines:
@@ -270,16 +275,15 @@ class Monitor:
         found = [
             HealthWarning(rule, subject, value)
             for rule in rules()
-            if (limit := getattr(self._settings, rule.name)) != "off"
-            for subject, value in sorted(rule.check(self._history, line, limit).items())
+            if rule.name not in self._silenced
+            for subject, value in sorted(rule.check(self._history, line, rule.limit).items())
         ]
         began = [warning for warning in found if warning.name not in self._last]
         update = int(line["update"])
         self._last |= {warning.name: update for warning in found}
         # A warning that comes and goes would be said in every other update; so one is over only
         # when it has not stood for as many updates as the window holds.
-        window = self._settings.window
-        over = [name for name, last in self._last.items() if update - last >= window]
+        over = [name for name, last in self._last.items() if update - last >= WINDOW]
         ends = [f"{name} is over: last seen in update {self._last.pop(name)}" for name in over]
         return found, began, ends
 

@@ -12,6 +12,9 @@ from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import parts_in, write_trees
 from treegraft.settings.config import Config
 
+CAPACITY = 512
+"""Groups that are kept, the latest of each task: some updates of RolloutReplay."""
+
 
 class Replay:
     """The latest groups of a run that taught something, one for each task.
@@ -41,7 +44,7 @@ class Replay:
         seen: set[str] = set()
         for part in reversed(parts_in(folder.trees_dir, "update")):
             for tree in reversed([*part.trees()] if part.update <= update else []):
-                if len(seen) == self._settings.capacity:
+                if len(seen) == CAPACITY:
                     return
                 if tree.task.id not in seen and _teaches(tree):
                     seen.add(tree.task.id)
@@ -52,7 +55,7 @@ class Replay:
         if not self._num_wanted or self._folder is None:
             return ()
         oldest = 1
-        if len(self._groups) == self._settings.capacity:
+        if len(self._groups) == CAPACITY:
             oldest = min(map(_update_of, self._groups.values()))
         parts = parts_in(self._folder.trees_dir, "update")
         return [part.label for part in parts if part.update >= oldest]
@@ -90,7 +93,7 @@ class Replay:
             if _teaches(tree):
                 self._groups.pop(tree.task.id, None)
                 self._groups[tree.task.id] = tree
-        while len(self._groups) > self._settings.capacity:
+        while len(self._groups) > CAPACITY:
             del self._groups[next(iter(self._groups))]
         return fresh
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from treegraft.core.errors import SettingError
 from treegraft.core.registry import Entry, extensions, loaded
 from treegraft.settings.explore import BufferSettings, ExploreSettings, reads_buffer
-from treegraft.settings.health import HealthSettings
 from treegraft.settings.policy import (
     CreditSettings,
     EngineSettings,
@@ -23,7 +22,6 @@ from treegraft.settings.policy import (
     WarmupSettings,
 )
 from treegraft.settings.table import (
-    Condition,
     Setting,
     Settings,
     by_model,
@@ -44,7 +42,7 @@ class RunSettings(Settings):
     unless resuming."""
     dir: str = setting("runs", acts="writes", same_answers=True)
     """Where run folders are made."""
-    seed: int = setting(0, ge=0)
+    seed: int = setting(0, ge=0, lt=2**63)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
@@ -90,10 +88,6 @@ class ReplaySettings(Settings):
     fresh_frac: float = setting(1.0, gt=0, le=1)
     """Share of run.tasks_per_update that is sampled anew (sigma, 0.5 in the paper); the rest are
     groups of earlier updates. 1 replays none."""
-    capacity: int = setting(
-        512, ge=1, idle_unless=Condition("replay.fresh_frac", lambda share: share < 1)
-    )
-    """Groups that are kept, one for each task, the latest."""
 
     def num_replayed(self, size: int) -> int:
         """Returns how many of an update's `size` groups are of earlier updates."""
@@ -117,12 +111,9 @@ class EvalSettings(Settings):
     temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"), same_answers=True)
     """Temperature of the sampled trajectories; 1 measures the policy itself."""
     top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
-    """Sample from the so many most likely tokens; 0 takes all. First of the three limits."""
+    """Sample from the so many most likely tokens; 0 takes all. First of the two limits."""
     top_p: float = setting(1.0, gt=0, le=1, idle_unless=when("eval.num_samples"))
     """Sample from the fewest tokens that have this probability together, after `top_k`; 1 takes
-    all."""
-    min_p: float = setting(0.0, ge=0, le=1, idle_unless=when("eval.num_samples"))
-    """Sample from tokens with at least this share of the most likely one's probability; 0 takes
     all."""
     repetition_penalty: float = setting(1.0, gt=0)
     """Divides the positive logits of tokens that the path already holds, and multiplies the
@@ -163,6 +154,11 @@ class TrackSettings(Settings):
 class Config(Settings):
     """The root of the settings tree."""
 
+    # First, as a file of TOML begins with what is in no table.
+    health: dict[str, Literal["off"]] = setting(
+        {}, seam="warning", resumable=True, ignored_by_eval=True
+    )
+    """Warnings that are not given: health.truncated = "off". docs/warnings.md has their names."""
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     tasks: TasksSettings = TasksSettings()
@@ -190,7 +186,6 @@ class Config(Settings):
     )
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)
     track: TrackSettings = setting(TrackSettings(), same_answers=True)
-    health: HealthSettings = setting(HealthSettings(), resumable=True, ignored_by_eval=True)
 
 
 def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
@@ -209,21 +204,11 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
 
 def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
     """The root with the settings of extensions, and a sentence for each one that was left out."""
-    known = extensions()
-    try:
-        added: dict[str, list[type[Settings]]] = {}
-        for entry in known.entries:
-            for name, table in _brought(entry):
-                added.setdefault(name, []).append(table)
-        return joined(core, added, __name__), known.problems
-    except SettingError:
-        pass
-    # One by one, so that the others stay whole.
-    problems = list(known.problems)
-    for entry in known.entries:
+    problems = list(extensions().problems)
+    for entry in extensions().entries:
         try:
             for name, table in _brought(entry):
-                core = joined(core, {name: [table]}, __name__)
+                core = joined(core, name, table, __name__)
         except SettingError as error:
             problems.append(f"extension '{entry.owner}': {error}")
     return core, tuple(problems)

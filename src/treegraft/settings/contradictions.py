@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
@@ -12,26 +13,21 @@ from treegraft.core.registry import extensions, registered
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
-from treegraft.settings.sampling import sampling_wrong, unknown_encoder
-from treegraft.settings.secrets import secrets_written
+from treegraft.settings.recipe import flatten
 from treegraft.settings.table import Contradiction, value_of
 from treegraft.settings.tools import how_stateless
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
-MAX_TINY_WEIGHTS = 500_000_000
-"""With gradients, moments and the engine's copy it takes 10 GB."""
 COMPARED_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++-baseline")
 """Advantages of the core that are 0 in a group of one."""
-MAX_GENERATED = 1_000_000
-"""Questions that are generated, all of them before the first update."""
 
 
 def _names_wrong(config: Config) -> Iterator[Contradiction]:
     for dotted, setting in known_settings().items():
         if known := setting.names:
             value = value_of(config, dotted)
-            names = value if isinstance(value, list) else [value]
+            names = [value] if isinstance(value, str) else list(value)
             # A default such as "" or None is no name.
             own = [name for name in names if name != setting.field.default]
             for text in filter(None, (unknown_name(name, known, dotted) for name in own)):
@@ -64,8 +60,7 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _rule_wrong(config: Config) -> Iterator[Contradiction]:
-    name = config.credit.rule
+def _attribution_wrong(config: Config) -> Iterator[Contradiction]:
     entry = registered("advantage").get(config.credit.advantage)
     fitting = entry.value.attributions if entry else ()
     if fitting and config.credit.attribution not in fitting:
@@ -74,12 +69,6 @@ def _rule_wrong(config: Config) -> Iterator[Contradiction]:
             f"credit.attribution: got '{config.credit.attribution}', expected"
             f" {' or '.join(map(repr, fitting))} with credit.advantage ="
             f" '{config.credit.advantage}', which says itself what shared steps carry.",
-        )
-    if name is not None and ":" not in name:
-        yield Contradiction(
-            ("credit.rule",),
-            f"credit.rule: got '{name:.99}', expected None or an import path 'package.module:name'"
-            " of a function of your own; the built-in rules are the other settings of [credit].",
         )
 
 
@@ -93,56 +82,18 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
             " model, or take 'tags'.",
         )
-    if tiny.num_heads % tiny.num_kv_heads:
+    if tiny.num_heads % tiny.num_kv_heads or tiny.hidden_size % (2 * tiny.num_heads):
         yield Contradiction(
-            ("model.tiny.num_kv_heads", "model.tiny.num_heads"),
-            f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads ="
-            f" {tiny.num_heads}.",
+            ("model.tiny.num_heads", "model.tiny.num_kv_heads", "model.tiny.hidden_size"),
+            f"model.tiny.num_heads: got {tiny.num_heads}, expected a multiple of num_kv_heads ="
+            f" {tiny.num_kv_heads}, and twice that a divisor of hidden_size = {tiny.hidden_size}:"
+            " heads share the width, and rotary positions need an even width each.",
         )
-    if tiny.hidden_size % (2 * tiny.num_heads):
-        yield Contradiction(
-            ("model.tiny.hidden_size", "model.tiny.num_heads"),
-            f"model.tiny.hidden_size: got {tiny.hidden_size}, expected a multiple of twice"
-            f" num_heads, which is {tiny.num_heads}: heads share the width, and rotary positions"
-            " need an even width each.",
-        )
-    num_weights = (
-        tiny.num_layers * tiny.hidden_size * (4 * tiny.hidden_size + 3 * tiny.intermediate_size)
-    )
-    if num_weights > MAX_TINY_WEIGHTS:
-        yield Contradiction(
-            ("model.tiny.hidden_size", "model.tiny.num_layers", "model.tiny.intermediate_size"),
-            f"model.tiny.hidden_size: with model.tiny.num_layers = {tiny.num_layers} and"
-            f" model.tiny.intermediate_size = {tiny.intermediate_size} it makes a model of"
-            f" {num_weights:,} weights, expected at most {MAX_TINY_WEIGHTS:,}; take a real model by"
-            " model.path.",
-        )
-    for name in ("rollout", "eval"):
-        limit = getattr(config, name).max_completion_tokens
-        if limit is not None and limit >= tiny.max_context:
-            yield Contradiction(
-                (f"{name}.max_completion_tokens", "model.tiny.max_context"),
-                f"{name}.max_completion_tokens: got {limit}, expected less than"
-                f" model.tiny.max_context, which is {tiny.max_context} and has to hold the prompt"
-                " too.",
-            )
 
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
-    # These are made one by one; a data set takes what it has.
     entry = registered("tasks").get(config.tasks.kind)
     facts = {} if entry is None else entry.facts
-    if config.tasks.kind == "search_world" or facts.get("generated"):
-        for name in ("num_train", "num_eval"):
-            if (num := getattr(config.tasks, name)) > MAX_GENERATED:
-                yield Contradiction(
-                    (f"tasks.{name}", "tasks.kind"),
-                    f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
-                    f" are generated (tasks.kind is '{config.tasks.kind}').",
-                )
-    if "overlong" in config.reward.funcs:
-        whole = ": the penalty would act from the first token on"
-        yield from _above(config, "reward.overlong_tokens", "rollout.max_completion_tokens", whole)
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind == "dataset" or facts.get("toolless")
     has_set = any(getattr(config.tools, one) for one in registered("toolset"))
@@ -166,17 +117,17 @@ def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _run_wrong(config: Config) -> Iterator[Contradiction]:
     name = config.run.name
-    if name is not None and (name in ("", ".", "..") or set(name) & set("/\\")):
+    is_folder = name is None or (
+        name not in ("", ".", "..")
+        and not set(name) & set("/\\")
+        and name.isprintable()
+        and len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    )
+    if not is_folder:
         yield Contradiction(
             ("run.name",),
-            f"run.name: got {shown(name)}, expected the name of one folder; run.dir says where it"
-            " is made.",
-        )
-    elif name is not None and not (name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES):
-        yield Contradiction(
-            ("run.name",),
-            f"run.name: got {shown(name)}, expected at most {MAX_NAME_BYTES} bytes of printable"
-            " characters on one line.",
+            f"run.name: got {shown(name)}, expected the name of one folder, at most"
+            f" {MAX_NAME_BYTES} bytes of printable characters; run.dir says where it is made.",
         )
     yield from _explore_wrong(config)
     fit = ", so that the leaves of one tree fit in the engine together"
@@ -207,29 +158,21 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
     for kind in kinds.values():
         if kind.leaves:
             yield from _above(config, kind.leaves, "explore.num_leaves", rest)
-    if leading and explore.explorers[0] not in leading:
-        yield Contradiction(
-            ("explore.explorers",),
-            f"explore.explorers: got {explore.explorers}, but the first one alone decides how many"
-            f' rollouts start and what becomes of the leaves that are left; expected "{leading[0]}"'
-            " in the first place.",
-        )
-    if len(leading) > 1:
+    if len(leading) > 1 or (leading and explore.explorers[0] != leading[0]):
         named = " and ".join(f'"{name}"' for name in leading)
         yield Contradiction(
             ("explore.explorers",),
-            f"explore.explorers: got {explore.explorers}, but the number of starts and the use of"
-            f" the remaining leaves come from one of {named}, the first; leave the others out.",
+            f"explore.explorers: got {explore.explorers}, but the first one alone decides how many"
+            f" rollouts start and what becomes of the leaves that are left; expected one of {named}"
+            " alone, in the first place.",
         )
-    if explore.num_first is not None:
-        yield from _above(config, "explore.num_first", "explore.num_leaves")
-        if explore.num_first == explore.num_leaves:
-            yield Contradiction(
-                ("explore.num_first", "explore.num_leaves"),
-                f"explore.num_first: got {explore.num_first}, expected less than"
-                " explore.num_leaves, which is as many, so that a second stage has leaves left;"
-                " leave it out for one stage.",
-            )
+    if explore.num_first is not None and explore.num_first >= explore.num_leaves:
+        yield Contradiction(
+            ("explore.num_first", "explore.num_leaves"),
+            f"explore.num_first: got {explore.num_first}, expected less than explore.num_leaves,"
+            f" which is {explore.num_leaves}, so that a second stage has leaves left; leave it out"
+            " for one stage.",
+        )
     compares = config.credit.advantage in COMPARED_IN_GROUPS and config.credit.rule is None
     imitates = config.loss.graft_coef or config.loss.lesson_coef
     # Explorers of one's own, and those that begin below stored steps, may bring further leaves.
@@ -248,9 +191,19 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _buffer_wrong(config)
 
 
+def _encoder_wrong(encoder: str) -> Iterator[Contradiction]:
+    # A folder or hub id has one of these signs; a plain word is a misspelt name.
+    if encoder not in ("hashing", "minilm") and not any(sign in encoder for sign in "/:~."):
+        yield Contradiction(
+            ("buffer.encoder",),
+            f'buffer.encoder: got \'{encoder}\', expected "minilm", "hashing", a folder, a hub id,'
+            f' or "pypi:PACKAGE".{nearest(encoder, ("hashing", "minilm"))}',
+        )
+
+
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
-    yield from unknown_encoder("buffer.encoder", settings.encoder)
+    yield from _encoder_wrong(settings.encoder)
     if settings.path == "self":
         empty = 'buffer.path = "self" begins empty'
         if not settings.grow.num_best:
@@ -274,17 +227,61 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
         )
 
 
+def _replay_wrong(config: Config) -> Iterator[Contradiction]:
+    if config.replay.fresh_frac == 1:
+        return
+    size = config.run.tasks_per_update
+    if config.replay.num_replayed(size) == 0:
+        yield Contradiction(
+            ("replay.fresh_frac", "run.tasks_per_update"),
+            f"replay.fresh_frac: got {config.replay.fresh_frac:g}, which leaves no group to replay"
+            f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
+            " tasks.",
+        )
+    if not config.track.record_trees:
+        yield Contradiction(
+            ("replay.fresh_frac", "track.record_trees"),
+            "replay.fresh_frac: groups are replayed from the run's trees, which are not written"
+            " with track.record_trees = false; set that to true, or replay.fresh_frac to 1.",
+        )
+    if config.track.keep_trees is not None:
+        yield Contradiction(
+            ("track.keep_trees", "replay.fresh_frac"),
+            f"track.keep_trees: got {config.track.keep_trees}, but groups of any earlier update may"
+            " be replayed from the run's trees; leave it out, or set replay.fresh_frac to 1.",
+        )
+    if config.loss.old_logprobs == "learner" and config.loss.engine_ratio_cap is None:
+        yield Contradiction(
+            ("replay.fresh_frac", "loss.engine_ratio_cap"),
+            "replay.fresh_frac: replayed groups were sampled by an older policy, which needs the"
+            " ratio to it; set loss.engine_ratio_cap (1e9 for RolloutReplay's loss, which has no"
+            ' cap), or loss.old_logprobs = "engine".',
+        )
+
+
+def _secrets_wrong(config: Config) -> Iterator[Contradiction]:
+    for name, value in flatten(config.model_dump(mode="json")).items():
+        if public(value) != value:
+            yield Contradiction(
+                (name,),
+                f"{name}: an address in it holds a password or a key, which would be written into"
+                " the run folder, checkpoints and trackers. Put the secret into an environment"
+                " variable and write its name, such as https://user:${PASSWORD}@host/ or"
+                " https://host/?key=${KEY}.",
+            )
+
+
 def contradictions(config: Config) -> list[Contradiction]:
     """Returns the settings that do not fit each other, with a sentence for each case."""
     checks = (
         _format_wrong,
         _names_wrong,
-        _rule_wrong,
+        _attribution_wrong,
         _model_wrong,
         _tasks_wrong,
         _run_wrong,
-        secrets_written,
-        sampling_wrong,
+        _secrets_wrong,
+        _replay_wrong,
     )
     others = (check for entry in extensions().entries for check in entry.brings.get("checks", ()))
     return [fault for check in (*checks, *others) for fault in check(config)]
@@ -305,7 +302,7 @@ def check(
     return [
         *_rewards_contradicted(config, environment),
         *_branches_contradicted(config, explorer, tools, environment),
-        *_calls_contradicted(config, [tool.name for tool in tools]),
+        *_calls_contradicted(config, tools),
         *_grafts_contradicted(config, environment),
     ]
 
@@ -386,23 +383,14 @@ def _branches_contradicted(
         )
 
 
-def _calls_contradicted(config: Config, names: Sequence[str]) -> Iterator[Contradiction]:
+def _calls_contradicted(config: Config, tools: Sequence[Tool]) -> Iterator[Contradiction]:
     """Calls that an explorer begins for an agent that has no such tool."""
     for name, kind in chosen_kinds(config).items():
-        if not kind.tool:
-            continue
-        wanted: str = value_of(config, kind.tool)
-        if not names:
+        if kind.begins_calls and not tools:
             yield Contradiction(
                 ("explore.explorers", "tools.use"),
                 f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
                 f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out.",
-            )
-        elif wanted and wanted not in names:
-            yield Contradiction(
-                (kind.tool, "tools.use"),
-                f"{kind.tool}: got '{wanted}', expected one of {', '.join(names)}, or an empty text"
-                f" for the first.{nearest(wanted, names)}",
             )
 
 

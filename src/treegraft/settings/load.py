@@ -12,13 +12,13 @@ import functools
 import json
 import re
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from treegraft.core.errors import SettingError, TreegraftError
 from treegraft.core.removed import instead
@@ -31,11 +31,9 @@ from treegraft.settings.config import (
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.explore import defaults_told, idle_told
-from treegraft.settings.here import engine_here
 from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
     MAX_DEPTH,
-    faults_of,
     parse_value,
     read_tables,
     shortened,
@@ -46,8 +44,6 @@ from treegraft.settings.table import value_of
 from treegraft.settings.unknown import suggestion, unknown_settings
 
 COMMAND_LINE = "command line"
-MOST_UNKNOWN = 40
-"""Unknown settings that are named one by one."""
 
 
 # --- overrides ------------------------------------------------------------------------------------
@@ -57,13 +53,13 @@ def _literal(text: str, annotation: Any) -> Any:
     """Returns the value of an override: a TOML literal where it is one, otherwise the text
     itself."""
     is_union = isinstance(annotation, types.UnionType)
-    options = typing.get_args(annotation) if is_union else (annotation,)
+    options = get_args(annotation) if is_union else (annotation,)
     # TOML has no word for None.
     if types.NoneType in options and text.lower() == "none":
         return None
     value = parse_value(text)
     # `run.name=2026` and `run.name=2026-11-21` are names, although TOML reads a number and a date.
-    wants_text = str in options and not any(typing.get_origin(option) is list for option in options)
+    wants_text = str in options and not any(get_origin(option) is list for option in options)
     return text if wants_text and not isinstance(value, str) else value
 
 
@@ -79,10 +75,8 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
                 code="setting-no-table",
             )
         place = inner
-    if isinstance(value, dict) and isinstance(place.get(last), dict):
-        place[last] = {**place[last], **value}
-    else:
-        place[last] = value
+    both_tables = isinstance(value, dict) and isinstance(place.get(last), dict)
+    place[last] = {**place[last], **value} if both_tables else value
 
 
 def _set_by(name: str, value: Any) -> Iterator[str]:
@@ -126,61 +120,46 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             raise SettingError(
                 f"{COMMAND_LINE}: setting '{shortened(name)}': {error}", code="override-value"
             ) from error
-        # Before it is put beside others: a wrong part would not say where it came from.
-        if fault := next(faults_of(value, name), ""):
-            raise SettingError(f"{COMMAND_LINE}: {fault}.", code="override-fault")
-        added = list(_set_by(name, value))
-        if twice := [one for one in added if one in names]:
-            raise SettingError(
-                f"{COMMAND_LINE}: '{shortened(twice[0])}' is given twice, and only the last would"
-                " count; keep one of them.",
-                code="override-twice",
-            )
+        for one in _set_by(name, value):
+            if one in names:
+                raise SettingError(
+                    f"{COMMAND_LINE}: '{shortened(one)}' is given twice, and only the last would"
+                    " count; keep one of them.",
+                    code="override-twice",
+                )
+            names.append(one)
         _put(data, name, value)
-        names += added
     return names
 
 
-def _idle(config: Config, names: Sequence[str], used: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        # Below a setting are the free keys of its table.
-        known = next(one for one in known_settings() if f"{name}.".startswith(f"{one}."))
-        for reason in idle_reasons(known, config, used):
-            yield f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
+def _no_effect(name: str, reason: str) -> str:
+    return f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
+
+
+def _refuse(overrides: Sequence[str], ignored: Sequence[str], reason: str) -> None:
+    for name in _apply({}, overrides):
+        if name.startswith(tuple(ignored)):
+            raise SettingError(_no_effect(name, reason), code="override-idle")
 
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that an evaluating command takes no notice of."""
-    for name in _apply({}, overrides):
-        if name in known_settings() and name.startswith(settings_with("ignored_by_eval")):
-            raise SettingError(
-                f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` neither"
-                " trains nor branches. Leave it out, or give it to `treegraft train`.",
-                code="override-idle",
-            )
+    reason = f"`treegraft {command}` neither trains nor branches; give it to `treegraft train`"
+    _refuse(overrides, settings_with("ignored_by_eval"), reason)
 
 
 def refuse_foreign(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that only another command takes notice of."""
-    for name in _apply({}, overrides):
-        for table in settings_with("only_for"):
-            owner = tables_and_settings()[table.rstrip(".")].facts.only_for
-            if name.startswith(table) and command != owner:
-                raise SettingError(
-                    f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` takes no"
-                    f" notice of it. Leave it out, or use `treegraft {owner}`.",
-                    code="override-idle",
-                )
+    for name in settings_with("only_for"):
+        owner = tables_and_settings()[name.rstrip(".")].facts.only_for
+        if owner != command:
+            _refuse(overrides, [name], f"only `treegraft {owner}` takes notice of it")
 
 
 def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
     """Refuses overrides of how evaluations sample, and those named in `also`, for a `reason` that
     begins "the answer is greedy"."""
-    for name in _apply({}, overrides):
-        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p", *also):
-            raise SettingError(
-                f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.", code="override-idle"
-            )
+    _refuse(overrides, ("eval.temperature", "eval.top_k", "eval.top_p", *also), reason)
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -214,67 +193,29 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
             f"{path}: --smoke: expected a recipe; a run's config.json has none.",
             code="smoke-of-run",
         )
-    return read_tables(path)
+    data = read_tables(path)
+    if name := next((name for name, _ in unknown_settings(data)), ""):
+        raise SettingError(
+            f"{path}: it has the setting '{shortened(name)}', which this version of Treegraft does"
+            " not have; expected the settings of a run of this version. Go on with the version that"
+            f" wrote it, or begin anew from the recipe.{instead(name)}",
+            code="unknown-setting",
+        )
+    return data
 
 
-REMOVED: Mapping[str, Any] = {
-    "buffer.sources": [],
-    "cluster.buffer_replicas": ...,
-    "cluster.growers": ...,
-    "cluster.learner_gpus": 0,
-    "cluster.learner_ranks": None,
-    "cluster.max_restarts": ...,
-    "cluster.tool_workers": ...,
-    "engine.noise": "philox",
-    "environment.tools": [],
-    "learn.sequence_parallel": 1,
-    "rollout.max_staleness": 0,
-    "tools.max_calls_per_s": ...,
-    "tools.replay": ...,
-}
-"""Settings that 0.7 had and this version has not, each with the value at which it changed
-nothing; `...` where none of its values changed what a run learns."""
-
-
-def _drop_removed(data: dict[str, Any], origin: str) -> None:
-    """Takes settings out that are gone, where they changed nothing.
-
-    Raises:
-        SettingError: one had another value.
-    """
-    for name, harmless in REMOVED.items():
-        table, _, last = name.partition(".")
-        place = data.get(table)
-        if not isinstance(place, dict) or last not in place:
-            continue
-        if harmless is not ... and place[last] != harmless:
-            raise SettingError(
-                f"{origin}: setting '{name}' is gone since 0.8: got {shown(place[last])}, and only"
-                f" {shown(harmless)} would change nothing. Leave it out, or use Treegraft 0.7.",
-                code="setting-gone",
-            )
-        del place[last]
-
-
-def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by dotted names without those that are gone."""
-    return {name: value for name, value in settings.items() if name not in REMOVED}
-
-
-def _type_fault(
-    loc: tuple[int | str, ...], message: str, got: Any, where: Callable[[str], str]
-) -> str:
+def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     """Returns one paragraph for one fault that pydantic found."""
-    name = str(loc[0])
-    items = ""
-    for part in loc[1:]:
-        if tables_and_settings()[name].table is not None:
-            name = f"{name}.{part}"
-        else:
-            # Past a setting, numbers are places in a list; texts are members of a union or, behind
-            # a number, settings of a table.
-            items += f"[{part}]" if isinstance(part, int) else f".{part}" if items else ""
-    expected = re.sub("^(Input should be|Value error,|List should have) ", "", message)
+    got = found["input"]
+    name, *inner = map(str, found["loc"])
+    while inner and tables_and_settings()[name].table is not None:
+        name = f"{name}.{inner.pop(0)}"
+    # Past a setting: places in a list, keys of free tables, and members of a union, which say
+    # nothing.
+    if get_origin(tables_and_settings()[name].field.annotation) not in (list, tuple, dict):
+        inner = []
+    items = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in inner)
+    expected = re.sub("^(Input should be|Value error,|List should have) ", "", found["msg"])
     for theirs, ours in (
         ("Field required", "one more entry"),
         ("an object", "a table"),
@@ -288,12 +229,11 @@ def _type_fault(
     )
     if isinstance(got, str):
         fault += instead(f"{name}.{got}") or find_value(name, got)
-    if isinstance(got, str) and not items and expected == "a list":
-        inner = got.strip("[]").replace(" ", "").replace(",", '", "')
-        fault += f' Write {name} = ["{shortened(inner)}"]; in a shell, quote the whole.'
-    if meaning := tables_and_settings()[name].meaning:
-        fault += f" It means: {meaning}"
-    return fault
+        if expected == "a list":
+            entries = got.strip("[]").replace(" ", "").replace(",", '", "')
+            fault += f' Write {name} = ["{shortened(entries)}"]; in a shell, quote the whole.'
+    meaning = tables_and_settings()[name].meaning
+    return f"{fault} It means: {meaning}" if meaning else fault
 
 
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
@@ -301,10 +241,8 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
     if unknown := list(unknown_settings(data)):
         lines = [
             f"{where(name)}: unknown setting '{shortened(name)}'.{suggestion(name, value)}"
-            for name, value in unknown[:MOST_UNKNOWN]
+            for name, value in unknown
         ]
-        if len(unknown) > MOST_UNKNOWN:
-            lines.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
         raise SettingError("\n".join(lines), code="unknown-setting")
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
@@ -313,19 +251,28 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
     except ValidationError as error:
         by_setting: dict[str, str] = {}
         for found in error.errors():
-            fault = _type_fault(found["loc"], found["msg"], found["input"], where)
+            if not found["loc"]:
+                raise SettingError(
+                    f"{where('')}: a value that no setting can have: {found['msg']}.",
+                    code="impossible-value",
+                ) from error
+            fault = _type_fault(found, where)
             # Members of a union fail one by one; the last, a list, is the general case.
             by_setting[fault.partition(": got ")[0]] = fault
         raise SettingError("\n".join(by_setting.values()), code="invalid-setting") from error
 
 
-def _is_given(data: Mapping[str, Any], name: str) -> bool:
+_ABSENT = object()
+
+
+def _at(data: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name, `_ABSENT` without one."""
     place: Any = data
     for part in name.split("."):
-        if not isinstance(place, Mapping) or part not in place:
-            return False
-        place = place[part]
-    return True
+        if not isinstance(place, Mapping):
+            return _ABSENT
+        place = place.get(part, _ABSENT)
+    return place
 
 
 def idle_reasons(name: str, config: Config, used: Sequence[str] = ()) -> list[str]:
@@ -359,7 +306,7 @@ def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]
     following = [
         name
         for name, known in known_settings().items()
-        if (known.facts.default_of or name in told) and not _is_given(data, name)
+        if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT
     ]
     for name in following:
         _put(data, name, default_of(config, name))
@@ -378,23 +325,26 @@ class Default:
     value: Any
 
 
+def _replacing(recipe: str, name: str) -> str:
+    inner = "..."
+    for part in reversed(name.split(".")):
+        inner = f"{{'{part}': {inner}}}"
+    return f": {{'{BASE}': '{recipe}', {inner[1:]} replaces the recipe's"
+
+
 def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replaces: bool) -> None:
     """Puts the settings of given objects into `data`."""
     for name, value in given.items():
-        has = _is_given(data, name)
+        there = _at(data, name)
         if isinstance(value, Default):
-            if has:
-                continue
-            value = value.value
-        there = functools.reduce(lambda place, key: place[key], name.split("."), data) if has else 0
-        if has and not replaces and there != value:
-            keys = reversed(name.split("."))
-            place = functools.reduce(lambda inner, key: f"{{'{key}': {inner}}}", keys, "...")
-            other = f": {{'{BASE}': '{origin}', {place[1:]} replaces the recipe's"
+            if there is _ABSENT:
+                _put(data, name, value.value)
+            continue
+        if there is not _ABSENT and there != value and not replaces:
             raise SettingError(
                 f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
                 f" {shown(value)} for it; expected one of the two. Leave the other out"
-                f"{'' if origin == 'settings' else other}.",
+                f"{'' if origin == 'settings' else _replacing(origin, name)}.",
                 settings=[name],
                 code="argument-and-setting",
             )
@@ -439,7 +389,6 @@ def load_config(
             data = merged(_read(Path(base), smoke=smoke), data)
     else:
         origin, data = str(source), _read(Path(source), smoke=smoke)
-    _drop_removed(data, origin)
     _give(data, given or {}, origin, replaces=replaces)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)
@@ -447,26 +396,26 @@ def load_config(
     def where(name: str) -> str:
         return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
-    if impossible := list(faults_of(data)):
-        raise SettingError(
-            "\n".join(f"{origin}: {fault}." for fault in impossible), code="impossible-value"
-        )
     config = _validate(data, where)
-    if config.engine.kind == "auto":
-        _put(data, "engine.kind", engine_here(config.engine.vllm.python))
     config = _filled_in(data, config, where)
+    idle = [_no_effect(name, why) for name in names for why in _why_idle(name, config, used)]
     found = contradictions(config)
-    faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
-    idle = list(_idle(config, names, used))
-    if idle and not faults:
+    if idle and not found:
         raise SettingError("\n".join(idle), code="override-idle")
-    if faults := [*faults, *idle]:
+    if found:
+        faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
         raise SettingError(
-            "\n".join(faults),
+            "\n".join([*faults, *idle]),
             settings=[n for one in found for n in one.settings],
             code="settings-contradict",
         )
     return config
+
+
+def _why_idle(name: str, config: Config, used: Sequence[str]) -> list[str]:
+    # Below a setting are the free keys of its table.
+    known = next(one for one in known_settings() if f"{name}.".startswith(f"{one}."))
+    return idle_reasons(known, config, used)
 
 
 def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:

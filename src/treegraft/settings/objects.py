@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +15,7 @@ from treegraft.core.interfaces import Explorer, TaskSource, Tool
 from treegraft.core.types import Tree
 from treegraft.settings.config import Config
 from treegraft.settings.load import Default, load_config
+from treegraft.settings.tasks import MAX_TASKS
 
 Named = Callable[..., Any] | str
 """A function or class, or the name that settings have for one."""
@@ -153,7 +153,7 @@ def _held_out(value: Any, given: GivenObjects) -> dict[str, Any]:
     if hasattr(value, "eval_tasks") or callable(value):
         return _tasks(value, given)
     is_file = isinstance(value, str | PathLike)
-    name, num = (str(value), sys.maxsize) if is_file else _rows("tasks", value, given, "tasks")
+    name, num = (str(value), MAX_TASKS) if is_file else _rows("tasks", value, given, "tasks")
     return {"tasks.kind": "dataset", "tasks.dataset.eval": [name], "tasks.num_eval": num}
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from treegraft.core.shipped import FOLDERS, Kind, by_name
 
 MAX_BYTES = 1_000_000
 """Largest recipe; ours have some thousand."""
-MAX_DEPTH = 16
-"""Deepest nesting of tables and lists, more than any setting has."""
 MAX_SHOWN = 200
 """Characters of a value that a message repeats."""
 
@@ -33,56 +30,26 @@ def shortened(text: str) -> str:
     return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
 
 
-def faults_of(value: Any, name: str = "") -> Iterator[str]:
-    """Yields a phrase for each part of a value that no setting can have: "'run.seed' is an integer
-    of more than 64 bits"."""
-    left = [(name, value, 0)]
-    while left:
-        name, value, depth = left.pop()
-        said = f"'{shortened(name)}'" if name else "the whole"
-        if depth > MAX_DEPTH:
-            yield f"{said} is nested more than {MAX_DEPTH} deep"
-        elif isinstance(value, Mapping):
-            bad = [key for key in value if not is_text(key)]
-            yield from (f"{said} has the key {shown(key)}, which is not valid text" for key in bad)
-            inner = ((f"{name}.{key}" if name else key, one) for key, one in value.items())
-            left += [(path, one, depth + 1) for path, one in inner]
-        elif isinstance(value, list):
-            left += [(f"{name}[{place}]", one, depth + 1) for place, one in enumerate(value)]
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            yield f"{said} is an integer of more than 64 bits"
-        elif isinstance(value, str) and not is_text(value):
-            yield f"{said} is {shown(value)}, which is not valid text"
+_TOO_LONG = "a number has too many digits, expected at most 64 bits"
+MAX_DEPTH = 16
+"""Deepest nesting of tables and lists, more than any setting has."""
 
 
-def is_text(value: str) -> bool:
-    """Returns whether a text can be written: no half of a surrogate pair, as a shell passes for
-    bytes that are not UTF-8."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _checked(value: Any, left: int = MAX_DEPTH) -> Any:
+    """The value itself; raises RecursionError before the functions that walk it down would, and
+    ValueError for an integer that JSON or torch cannot hold."""
+    if left < 0:
+        raise RecursionError
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(_TOO_LONG)
+    inner = value.values() if isinstance(value, dict) else value
+    for one in inner if isinstance(value, dict | list) else ():
+        _checked(one, left - 1)
+    return value
 
 
 _BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
 """The point of a number without a digit before it, which TOML does not allow."""
-
-
-_NO_KEYS = re.compile(
-    r'''"""(?:[^\\]|\\.)*?(?:"""|\Z)|\'{3}.*?(?:\'{3}|\Z)|"(?:[^"\\\n]|\\.)*"?|\'[^\'\n]*\'?'''
-    r"|\#[^\n]*|[\w \t-]+",
-    re.DOTALL,
-)
-"""Texts, comments and names: without them, a dotted key is a row of dots."""
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """The tables of TOML; raises RecursionError before it reads a key of too many dots, for which
-    tomllib takes memory with the square of their number."""
-    if "." * (MAX_DEPTH + 1) in _NO_KEYS.sub("", text):
-        raise RecursionError
-    return tomllib.loads(text)
 
 
 def parse_value(text: str) -> Any:
@@ -92,7 +59,7 @@ def parse_value(text: str) -> Any:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = _parsed(f"value = {_BARE.sub('0.', text.strip())}")
+        parsed = _checked(tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}"))
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:
@@ -110,7 +77,7 @@ def read_tables(path: Path, kind: Kind = "recipe") -> dict[str, Any]:
     language = "JSON" if path.suffix == ".json" else "TOML"
     text = _read(path, kind)
     try:
-        data: Any = json.loads(text) if language == "JSON" else _parsed(text)
+        data = _checked(json.loads(text) if language == "JSON" else tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         raise SettingError(
             f"{kind} '{path}' is not valid {language}: {_why(error)}. Texts need quotes, lists"
@@ -173,5 +140,5 @@ def _why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"nested too deeply, expected at most {MAX_DEPTH} tables and lists in one another"
     if "integer string conversion" in str(error):
-        return "a number has too many digits, expected at most 64 bits"
+        return _TOO_LONG
     return str(error)

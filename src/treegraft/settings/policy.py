@@ -57,13 +57,6 @@ def _restarts(config: Settings) -> str:
     return "no explorer of explore.explorers begins rollouts below stored or finished steps"
 
 
-def _takes_stored(config: Settings) -> str:
-    kinds = chosen_kinds(config).values()
-    if any(kind.stored_from and kind.teaches(config) for kind in kinds):
-        return ""
-    return "no explorer of explore.explorers takes stored trajectories as leaves"
-
-
 def _together(config: Settings) -> str:
     kinds = chosen_kinds(config).values()
     return "together" if any(kind.compares_together for kind in kinds) else "apart"
@@ -75,33 +68,9 @@ def _shares_steps(config: Settings) -> str:
     return _branches(config) if is_core else ""
 
 
-_by_std = Condition(
-    "credit.advantage",
-    lambda name: name not in ("dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"),
-    ", which divides by no deviation of the group",
-)
-
-
-def _divides_by_std(config: Settings) -> str:
-    """The retrieval reward (RAPO, eq. 9) and GiGPO's states are divided by a deviation of their
-    own."""
-    advantage = value_of(config, "credit.advantage")
-    by_state = value_of(config, "credit.attribution") == "states"
-    if by_state and advantage not in ("dr_grpo", "rloo"):
-        return ""
-    retrieval = value_of(config, "credit.retrieval_weight") and (
-        value_of(config, "credit.retrieval_reward") != "none"
-    )
-    return "" if retrieval and not with_graft(config) else _by_std(config)
-
-
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
 _rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
-
-
-def _falls(schedule: str) -> Condition:
-    return Condition(schedule, lambda value: value != "constant")
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -117,15 +86,15 @@ def _starts_servers(config: Settings) -> str:
 
 
 class TinySettings(Settings):
-    hidden_size: int = setting(128, ge=8)
+    hidden_size: int = setting(128, ge=8, le=1024)
     """Width of the decoder."""
-    num_layers: int = setting(2, ge=1)
+    num_layers: int = setting(2, ge=1, le=32)
     """Decoder layers."""
     num_heads: int = setting(4, ge=1)
     """Attention heads, each hidden_size / num_heads wide."""
     num_kv_heads: int = setting(2, ge=1)
     """Key-value heads; divides num_heads."""
-    intermediate_size: int = setting(512, ge=8)
+    intermediate_size: int = setting(512, ge=8, le=4096)
     """Width of the feed-forward part."""
     max_context: int = setting(256, ge=16)
     """Longest path, in tokens."""
@@ -170,14 +139,6 @@ class NativeSettings(Settings):
     )
     """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU, and of a GPU what the
     learner leaves. What no running path needs is dropped first, the oldest before the rest."""
-    max_prefill_tokens: int = setting(512, ge=16)
-    """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
-    there."""
-    pack_weights: bool = setting(True)
-    """On a CPU: a second copy of the linear layers' weights, laid out for faster products."""
-    compile_kernels: bool = setting(True)
-    """On a CPU: attention and the operations between the products by our own kernels, compiled once
-    per machine with its C compiler."""
 
     @property
     def cpu_cache_gb(self) -> float:
@@ -208,8 +169,6 @@ class VllmSettings(Settings):
     sleep: bool = setting(False, same_answers=True)
     """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
     that the learner has the room; for servers of this run's own, on GPUs."""
-    start_timeout_s: float = setting(600.0, gt=0, same_answers=True)
-    """Longest wait for a server to become ready, or to read published weights, in seconds."""
 
     @property
     def gpus_each(self) -> int:
@@ -229,8 +188,7 @@ class PublishSettings(Settings):
 
 class EngineSettings(Settings):
     kind: str = setting("native", seam="engine")
-    """"native" (in this process), "vllm" (servers), "auto" ("vllm" on a machine with a GPU and an
-    environment of vLLM, else "native") or an import path "package.module:Engine"."""
+    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
@@ -254,10 +212,8 @@ class CreditSettings(Settings):
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
     reward - mean of the others; "reinforce++": rewards whitened over all tokens of the update;
     "reinforce++-baseline": the same after the group's mean is taken off; names that extensions
-    bring; or an import path of a function of your own, from the trajectories of a group and
-    eps."""
-    eps: float = setting(1e-6, gt=0, idle_unless=(_divides_by_std,))
-    """Added to the standard deviations of rewards, retrieval rewards and states."""
+    bring; or an import path of a function of your own, from the trajectories of a group and eps,
+    which is 1e-6."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
         "uniform", idle_unless=(_branches,)
     )
@@ -278,11 +234,6 @@ class CreditSettings(Settings):
     )
     """Rollouts that begin below stored steps, and retries, are compared with those of the same
     place ("apart"), or with all of the tree ("together", the default of "commit")."""
-    stored: Literal["joint", "own"] = setting(
-        "joint", idle_unless=(_takes_stored, when("credit.advantage", "grpo", "dr_grpo", "rloo"))
-    )
-    """Statistics for a stored trajectory in the group: "joint" of all leaves (LUFFY's script),
-    "own" of the rollouts alone (its split estimator)."""
     rule: str | None = setting(None, acts="imports")
     """Import path "package.module:function" of a rule of your own, which takes each tree with the
     credit above and returns it with other advantages; None for none."""
@@ -307,9 +258,7 @@ class LossSettings(Settings):
     """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
     kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
     """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
-    AEPO."""
-    kept_high: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
-    """The same above the clip; 1 in all three."""
+    AEPO. Above the clip all is kept, as in the three."""
     dual_clip: float | None = setting(
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
     )
@@ -350,12 +299,7 @@ class LossSettings(Settings):
     """Weight of learning from grafts and from whole stored trajectories: imitation of their steps,
     times the trajectory's advantage where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
-    """The quantity that is raised there: "log" the log-probability, "luffy" p / (p +
-    graft_gamma)."""
-    graft_gamma: float = setting(
-        0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
-    )
-    """The constant of "luffy"."""
+    """The quantity that is raised there: "log" the log-probability, "luffy" p / (p + 0.1)."""
     lesson_coef: float = setting(0.0, ge=0)
     """Weight of lessons: the best stored trajectory of each of the update's tasks is imitated,
     without rollouts, by how much its reward exceeds the mean one of all tasks; 0 for none."""
@@ -373,12 +317,9 @@ class LearnSettings(Settings):
     lr_warmup_steps: int = setting(0, ge=0)
     """Optimiser steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = "constant"
-    """The learning rate after that: "constant", or falling to `final_lr_frac` of the peak by
-    the last optimiser step of run.num_updates, or as the share of run.max_calls or run.max_tokens
-    that is spent, whichever is farther. A resumed run with another of these follows the new
-    schedule from there on."""
-    final_lr_frac: float = setting(0.0, ge=0, le=1, idle_unless=_falls("learn.schedule"))
-    """Share of the peak that "linear" and "cosine" fall to."""
+    """The learning rate after that: "constant", or falling to 0 by the last optimiser step of
+    run.num_updates, or as the share of run.max_calls or run.max_tokens that is spent, whichever is
+    farther. A resumed run with another of these follows the new schedule from there on."""
     max_grad_norm: float = setting(1.0, gt=0)
     """The gradient is scaled down to this norm."""
     num_minibatches: int = setting(1, ge=1)
@@ -390,8 +331,6 @@ class LearnSettings(Settings):
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
-    vocab_chunk: int = setting(2048, ge=1)
-    """Positions whose logits exist at once; of a pass with more, they are computed twice."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
@@ -408,9 +347,6 @@ class WarmupSettings(Settings):
     """The demonstrations: "expert" (the tasks' scripted expert), a Step-Trace Buffer, "buffer" for
     the one of [buffer], or a file or run folder as `buffer import` reads it, with questions of its
     own. Of a buffer, complete trajectories on the training tasks count."""
-    min_reward: float | None = setting(None, idle_unless=(_stored,))
-    """Reward from which a stored trajectory is imitated (reward-filtered fine-tuning); None for
-    all."""
     num_best: int | None = setting(None, ge=1, idle_unless=(_stored,))
     """Stored trajectories of each question that are imitated, the best by reward, of these those
     with the fewest steps; None for all."""
@@ -430,9 +366,8 @@ class WarmupSettings(Settings):
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
     quarter of num_steps, and a tenth of num_steps for a language model."""
     schedule: Schedule = "linear"
-    """The learning rate after that, as in [learn]; it ends with the last step."""
-    final_lr_frac: float = setting(0.05, ge=0, le=1, idle_unless=_falls("warmup.schedule"))
-    """Share of the peak that "linear" and "cosine" fall to."""
+    """The learning rate after that: "constant", or falling until the last step, "linear" to a
+    twentieth of the peak, "cosine" to 0."""
     decision_frac: float = setting(0.0, ge=0, le=1)
     """Share of demonstrations in which the decision to go on or to answer is shown, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args, get_origin
@@ -233,7 +233,7 @@ class Setting:
     def act(self, value: Any) -> Act:
         """Returns what this value of it would do."""
         if self.facts.seam:
-            named = value if isinstance(value, list) else [value]
+            named = [value] if isinstance(value, str) else value
             return "nothing" if all(one in self.names for one in named) else "imports"
         return self.facts.acts or ("unknown" if _takes_text(self.field.annotation) else "nothing")
 
@@ -315,40 +315,42 @@ def holding(name: str, table: type[Settings], condition: Condition) -> type[Sett
 
 
 def joined(
-    table: type[Settings],
-    added: Mapping[str, Sequence[type[Settings]]],
-    home: str,
-    prefix: str = "",
+    table: type[Settings], place: str, more: type[Settings], home: str, above: str = ""
 ) -> type[Settings]:
-    """Returns a table with further fields, in it and in the tables below it.
+    """Returns a table with the fields of another class in it, or in the table below it at the
+    dotted name `place`, "" for `table` itself.
 
     Args:
-        added: classes whose fields join the table of this dotted name, "" for `table` itself.
         home: the module in which pickle finds the tables that are made, by their names.
-        prefix: dotted name of `table` with a dot behind it, "" for the root.
+        above: dotted name of `table` with a dot behind it.
 
     Raises:
         SettingError: a table that does not exist, or a name that is taken.
     """
     fields: dict[str, Any] = {}
-    for name, field in table.model_fields.items():
-        dotted, kind = f"{prefix}{name}", field.annotation
-        if _is_table(kind) and any(f"{one}.".startswith(f"{dotted}.") for one in added):
-            grown, again = joined(kind, added, home, f"{dotted}."), copy.copy(field)
-            again.annotation = grown
-            again.default = grown.model_validate(field.default.model_dump(exclude_unset=True))
-            fields[name] = (grown, again)
-    for more in added.get(prefix.rstrip("."), ()):
+    if place:
+        name, _, rest = place.partition(".")
+        field = table.model_fields.get(name)
+        if field is None or not _is_table(field.annotation):
+            raise SettingError(
+                f"settings: there is no table '{above}{name}', to which {more.__module__} adds"
+                " settings.",
+                code="plugin-table-unknown",
+            )
+        grown = joined(field.annotation, rest, more, home, f"{above}{name}.")
+        again = copy.copy(field)
+        again.annotation = grown
+        again.default = grown.model_validate(field.default.model_dump(exclude_unset=True))
+        fields[name] = (grown, again)
+    else:
         for name, field in more.model_fields.items():
-            if name in table.model_fields or name in fields:
+            if name in table.model_fields:
                 raise SettingError(
-                    f"settings: '{prefix}{name}' of {more.__module__} is there already;"
-                    " expected a name of its own.",
+                    f"settings: '{above}{name}' of {more.__module__} is there already; expected a"
+                    " name of its own.",
                     code="plugin-setting-taken",
                 )
             fields[name] = (field.annotation, field)
-    if not fields:
-        return table
     made: type[Settings] = create_model(
         table.__name__, __base__=table, __module__=home, __doc__=table.__doc__, **fields
     )

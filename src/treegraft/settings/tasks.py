@@ -8,6 +8,9 @@ from pydantic import Field
 
 from treegraft.settings.table import Condition, Settings, has, setting, takes_path, value_of, when
 
+MAX_TASKS = 1_000_000
+"""Most questions, all of which are there before the first update."""
+
 
 class SearchWorldSettings(Settings):
     hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
@@ -61,10 +64,10 @@ class TasksSettings(Settings):
     kind: str = setting("search_world", seam="tasks")
     """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", a name that an
     extension brings, or an import path "package.module:Name"."""
-    num_train: int = setting(600, ge=1, ignored_by_eval=True)
+    num_train: int = setting(600, ge=1, le=MAX_TASKS, ignored_by_eval=True)
     """Training tasks; a data set with fewer rows, or games with fewer variations, use all they
     have."""
-    num_eval: int = setting(200, ge=1)
+    num_eval: int = setting(200, ge=1, le=MAX_TASKS)
     """Held-out tasks."""
     search_world: SearchWorldSettings = setting(
         SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
@@ -129,14 +132,11 @@ class FormatSettings(Settings):
     groups the whole match."""
 
 
-def _fifth_of_the_limit(config: Settings) -> int:
-    return max(1, int(value_of(config, "rollout.max_completion_tokens")) // 5)
-
-
 class RewardSettings(Settings):
     funcs: list[str] = setting(["hierarchical"], seam="reward", min_length=1)
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward),
-    "overlong" (DAPO's penalty, 0 to -1, added to the others), or import paths
+    "overlong" (DAPO's penalty, which falls from 0 to -1 over the last fifth of
+    rollout.max_completion_tokens, added to the others), or import paths
     "package.module:function"."""
     weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
@@ -151,10 +151,5 @@ class RewardSettings(Settings):
     )
     """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
     is the released code's."""
-    overlong_tokens: int = setting(
-        19, ge=1, default_of=_fifth_of_the_limit, idle_unless=has("reward.funcs", "overlong")
-    )
-    """Tokens before rollout.max_completion_tokens over which "overlong" falls from 0 to -1 (DAPO's
-    L_cache); by default a fifth of them."""
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for the rewards of one tree, in seconds."""

@@ -40,10 +40,6 @@ class ToolsSettings(Settings):
     empty for none."""
     max_concurrent: int = setting(16, ge=1)
     """Calls under way at once."""
-    num_retries: int = setting(2, ge=0)
-    """Further tries of a call whose service failed, for remote tools."""
-    backoff_s: float = setting(0.5, ge=0, idle_unless=when("tools.num_retries"))
-    """Wait before the first of them, in seconds; it doubles each time."""
     search: SearchToolSettings = setting(
         SearchToolSettings(), idle_unless=has("tools.use", "search")
     )
@@ -64,11 +60,6 @@ class EnvironmentSettings(Settings):
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
     "auto" takes the class's own declaration."""
-    max_replay_calls: int = setting(
-        20, ge=0, idle_unless=when("environment.capability", "auto", "replay")
-    )
-    """Longest history that a branch re-executes, in calls; steps behind more calls do not
-    branch."""
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for making and resetting, copying, or asking for the reward, in seconds; calls
     have tools.deadline_s."""

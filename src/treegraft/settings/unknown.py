@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from treegraft.core.removed import instead
@@ -45,33 +45,35 @@ def suggestion(name: str, value: Any = None) -> str:
     if gone := instead(name):
         return gone
     table, _, last = name.rpartition(".")
+    same_last = [leaf for leaf in known_settings() if leaf.rpartition(".")[2] == last]
+    siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
     # One letter off in the table's name; the setting's own name may be another framework's too.
-    same_last = [leaf for leaf in known_settings() if table and leaf.endswith(f".{last}")]
-    if close := difflib.get_close_matches(name, same_last, n=1, cutoff=0.92):
-        return f" Did you mean '{close[0]}'?"
+    if close := _nearest(name, same_last if table else (), 0.92):
+        return f" Did you mean '{close}'?"
     if answered := find_answer(name):
         framework, answer = answered
         return " " + answer.sentence(framework, _as_named(name, answer.trl, answer.verl), value)
-    by_last: dict[str, list[str]] = {}
-    for leaf in known_settings():
-        by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
     # Of a known table, a name that many tables have says nothing: model.name is not run.name.
-    if last in COMMON and any(leaf.startswith(f"{table}.") for leaf in known_settings()):
+    if last in COMMON and siblings:
         return f" `treegraft config {table}` lists the settings of [{table}]."
     # The right name in the wrong table, before a name that is merely spelt alike.
-    if last in by_last:
-        same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]
-        return f" Did you mean {' or '.join(map(repr, same))}?"
+    if same_last:
+        close = _nearest(name, same_last, 0.7)
+        return f" Did you mean {' or '.join(map(repr, [close] if close else same_last))}?"
     if answered := find_last_part(name):
         framework, answer = answered
         return " " + answer.sentence(framework, last, value)
     # Of a name in a known table its neighbours come first.
-    siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
-    for known in (siblings, tables_and_settings()):
-        if close := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
-            return f" Did you mean '{close[0]}'?"
-    close = difflib.get_close_matches(last, by_last, n=1, cutoff=NEAR)
-    return f" Did you mean '{by_last[close[0]][0]}'?" if close else ""
+    close = _nearest(name, siblings) or _nearest(name, tables_and_settings())
+    if not close:
+        by_last = {leaf.rpartition(".")[2]: leaf for leaf in reversed([*known_settings()])}
+        close = by_last.get(_nearest(last, by_last), "")
+    return f" Did you mean '{close}'?" if close else ""
+
+
+def _nearest(name: str, known: Iterable[str], cutoff: float = NEAR) -> str:
+    """The known name that is most like this one, "" if none is near."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")
 
 
 def _as_named(name: str, trl: tuple[str, ...], verl: tuple[str, ...]) -> str:

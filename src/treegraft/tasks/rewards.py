@@ -113,7 +113,7 @@ def overlong_reward(
 
     Args:
         limit: L, rollout.max_completion_tokens.
-        buffer: B, reward.overlong_tokens.
+        buffer: B, the last tokens, over which it falls.
     """
 
     def penalty(path: Trajectory) -> float:
@@ -146,8 +146,8 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)
         if name == "overlong":
-            limits = {"limit": max_tokens, "buffer": settings.overlong_tokens}
-            function = functools.partial(function, **limits)
+            # DAPO's L_cache is a fifth of its limit: 4,096 of 20,480 tokens.
+            function = functools.partial(function, limit=max_tokens, buffer=max(1, max_tokens // 5))
         functions.append(function)
     # Metrics and recorded parts have the name of a given function, unless another one has it.
     bare = (name.removeprefix(GIVEN) for name in settings.funcs)

@@ -24,6 +24,13 @@ from treegraft.tools.cache import ResultCache
 CACHE_ENTRIES = 20_000
 """Results kept; beyond, the oldest go. They change costs only, never an observation."""
 
+NUM_RETRIES = 2
+"""Further tries of a remote tool's call whose service failed: enough for a server that starts
+again."""
+
+BACKOFF_S = 0.5
+"""Wait before the first of them; it doubles each time."""
+
 MAX_STORED_CHARS = 1_000_000
 """Longer results are not kept on disk."""
 
@@ -278,7 +285,7 @@ class Toolbox:
     ) -> Observation:
         """Returns the first result that the service did not fail, with doubling pauses between
         tries; an exception of the tool is an observation."""
-        num_retries = self._settings.num_retries if entry.is_remote else 0
+        num_retries = NUM_RETRIES if entry.is_remote else 0
         for attempt in range(num_retries + 1):
             try:
                 # A tool of the user's may be a plain function behind the protocol.
@@ -293,7 +300,7 @@ class Toolbox:
                     await self._on_disk(put, entry.name, entry.fingerprint, body, text)
                 return self._observation(text)
             except ToolUnavailable:
-                pause_s = self._settings.backoff_s * 2**attempt
+                pause_s = BACKOFF_S * 2**attempt
                 # A service that is down must not pass for an agent that asked for too much.
                 if attempt == num_retries or time.monotonic() + pause_s >= deadline:
                     raise

@@ -78,15 +78,12 @@ def read_demonstrations(
     else:
         found = _of_file(path, reasons)
     num_found = len(found) + reasons.total()
-    best = max((one.reward for one in found if one.reward is not None), default=None)
     kept = _best(found, path, settings, reasons)
     left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
     if not kept:
         advice = "Name another file"
         if OTHER_TASKS in reasons:
             advice += ", or take the tasks and the run.seed that it was built with"
-        if settings.min_reward is not None and best is not None and best < settings.min_reward:
-            advice = f"The best reward is {best:g}: lower warmup.min_reward"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
             f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
@@ -98,35 +95,26 @@ def read_demonstrations(
 def _best(
     found: Sequence[Stored], path: Path, settings: WarmupSettings, reasons: Counter[str]
 ) -> list[Stored]:
-    """The trajectories with enough reward, and of each question the best of these."""
-    least = settings.min_reward
+    """The best trajectories of each question."""
     num_best = settings.num_best
-    if least is None and num_best is None:
+    if num_best is None:
         return list(found)
-    rated: list[tuple[float, Stored]] = []
+    groups: dict[str, list[tuple[float, Stored]]] = {}
     for one in found:
         if one.reward is None:
             raise DataError(
-                f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.min_reward and"
-                ' warmup.num_best need; add a number "reward" to each line.',
+                f"warmup.traces '{path}', {one.task.id}: got no reward, which warmup.num_best"
+                ' needs; add a number "reward" to each line.',
                 code="demonstration-without-reward",
             )
-        if least is None or one.reward >= least:
-            rated.append((one.reward, one))
-        else:
-            reasons[f"with a reward below warmup.min_reward = {least:g}"] += 1
-    if num_best is None:
-        return [one for _, one in rated]
-    groups: dict[str, list[tuple[float, Stored]]] = {}
-    for rating, one in rated:
         # By the whole conversation: many end with one question, such as "And then?".
-        groups.setdefault(repr(one.task.conversation()), []).append((rating, one))
+        groups.setdefault(repr(one.task.conversation()), []).append((one.reward, one))
     kept: list[Stored] = []
     for group in groups.values():
         # Sorting keeps the order of the file among equals.
         group.sort(key=lambda item: (-item[0], len(item[1].steps)))
         kept += [one for _, one in group[:num_best]]
-    if surplus := len(rated) - len(kept):
+    if surplus := len(found) - len(kept):
         reasons[f"not among the warmup.num_best = {num_best} of its question"] += surplus
     return kept
 

@@ -8,8 +8,16 @@ from pathlib import Path
 
 from treegraft import ToolError, ToolUnavailable, TreegraftError
 from treegraft.extras.browse.fetch import SHOWN_CHARS, Page
-from treegraft.extras.browse.plugin import BrowseToolSettings
 from treegraft.parts import WorkerPool, plain
+
+NUM_WORKERS = 2
+"""Processes that read pages: a page costs them some hundredths of a second."""
+READ_TIMEOUT_S = 20.0
+"""Longest time to read a page's text and choose passages, as long as fetching it may take."""
+NUM_PASSAGES = 3
+"""Passages returned, those that match the query best: about 500 tokens with `PASSAGE_CHARS`."""
+PASSAGE_CHARS = 600
+"""Length of a passage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +33,38 @@ class Found:
 class ExtractPool(WorkerPool):
     """Child processes that read pages; safe for many threads."""
 
-    def __init__(self, settings: BrowseToolSettings) -> None:
+    def __init__(self) -> None:
         """Starts the first process in the background, since that takes seconds."""
         script = Path(__file__).with_name("worker.py")
-        super().__init__(script, settings.num_workers, task="reads pages", package="trafilatura")
-        self._settings = settings
+        super().__init__(script, NUM_WORKERS, task="reads pages", package="trafilatura")
         self.start()
 
     def read(self, page: Page, query: str) -> Found:
         """Returns a page's title and the passages of it that match the query best.
 
         Raises:
-            ToolError: it cannot be read, or not within `timeout_s` seconds.
+            ToolError: it cannot be read, or not within `READ_TIMEOUT_S` seconds.
             ToolUnavailable: no process became free or could be started.
         """
-        settings, url = self._settings, plain(page.url, SHOWN_CHARS)
+        url = plain(page.url, SHOWN_CHARS)
         # Requests go as JSON, which has no bytes.
         body = base64.b64encode(page.body).decode("ascii")
         request = [
-            *(page.content_type, page.charset, page.url, body),
-            *(query, settings.num_passages, settings.passage_chars),
+            page.content_type,
+            page.charset,
+            page.url,
+            body,
+            query,
+            NUM_PASSAGES,
+            PASSAGE_CHARS,
         ]
         try:
-            answer = self.ask(request, settings.timeout_s)
+            answer = self.ask(request, READ_TIMEOUT_S)
         except TreegraftError as error:
             raise ToolUnavailable(str(error), code="extract-failed") from error
         if answer is None:
             raise ToolError(
-                f"{url} could not be read within {settings.timeout_s:g} s", code="page-late"
+                f"{url} could not be read within {READ_TIMEOUT_S:g} s", code="page-late"
             )
         if "error" in answer:
             raise ToolError(f"{url} could not be read: {answer['error']}", code="page-unreadable")

@@ -39,6 +39,14 @@ CONTENT_TYPES = (
 """Types that can be read as text; a page without a type is read by its first bytes."""
 KEPT_ROBOTS = 1_000
 """Sites whose robots.txt is remembered, for as long as the tool lives."""
+TIMEOUT_S = 20.0
+"""Longest time to fetch a page, redirects and robots.txt included; the agent can try another."""
+MAX_BYTES = 5_000_000
+"""Largest page after decompression; larger ones are rarely text."""
+MAX_REDIRECTS = 5
+"""Redirects followed, the least that a program should (RFC 1945)."""
+USER_AGENT = "Treegraft"
+"""Our name for sites, also in their robots.txt."""
 ROBOTS_BYTES = 500 * 1024
 """What must be read of a robots.txt (RFC 9309, 2.5); the rest is ignored."""
 _USER_AGENT = re.compile(r"\s*user(?:-|\s*)agent\s*:?\s*([\w-]+|\*)?.*", re.IGNORECASE)
@@ -82,9 +90,7 @@ class Fetcher:
     """Fetches pages, one connection each; only the address and our name are sent."""
 
     def __init__(self, settings: BrowseToolSettings) -> None:
-        self._settings = settings
-        # Sites name a program without its version.
-        self._agent = re.split(r"[/\s]", settings.user_agent.strip())[0]
+        self._allow_private = settings.allow_private
         self._robots: OrderedDict[str, Protego] = OrderedDict()
         self._tls = ssl.create_default_context()
 
@@ -96,19 +102,16 @@ class Fetcher:
                 in time.
         """
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 return await self._follow(_checked(url.strip()))
         except TimeoutError:
             raise NotFetched(
-                f"{_shown(url)} did not load within {self._settings.timeout_s:g} s",
-                code="page-not-loaded",
+                f"{_shown(url)} did not load within {TIMEOUT_S:g} s", code="page-not-loaded"
             ) from None
 
     async def _follow(self, url: str) -> Page:
-        for _ in range(self._settings.max_redirects + 1):
-            if self._settings.respect_robots and not (await self._rules(url)).can_fetch(
-                url, self._agent
-            ):
+        for _ in range(MAX_REDIRECTS + 1):
+            if not (await self._rules(url)).can_fetch(url, USER_AGENT):
                 raise NotFetched(
                     f"{_shown(url)} must not be fetched by programs, says the site's robots.txt",
                     code="robots-forbid",
@@ -120,7 +123,7 @@ class Fetcher:
                 raise NotFetched(f"{_shown(url)} answered with status {status}", code="page-status")
             url = _checked(urljoin(url, headers["location"]))
         raise NotFetched(
-            f"{_shown(url)} lies behind more than {self._settings.max_redirects} redirects",
+            f"{_shown(url)} lies behind more than {MAX_REDIRECTS} redirects",
             code="too-many-redirects",
         )
 
@@ -130,7 +133,7 @@ class Fetcher:
         if site in self._robots:
             return self._robots[site]
         place, rules = f"{site}/robots.txt", b""
-        for _ in range(self._settings.max_redirects + 1):
+        for _ in range(MAX_REDIRECTS + 1):
             status, headers, body = await self._get(place, is_page=False)
             if status in _REDIRECTS and "location" in headers:
                 place = _checked(urljoin(place, headers["location"]))
@@ -147,7 +150,7 @@ class Fetcher:
             # redirects (2.3.1.2).
             rules = body if status == 200 else b""
             break
-        self._robots[site] = read_robots(rules, self._agent)
+        self._robots[site] = read_robots(rules, USER_AGENT)
         if len(self._robots) > KEPT_ROBOTS:
             self._robots.popitem(last=False)
         return self._robots[site]
@@ -155,14 +158,14 @@ class Fetcher:
     async def _get(self, url: str, *, is_page: bool) -> tuple[int, httpx.Headers, bytes]:
         """Returns status, headers and body; a page that cannot be read is an error, and the rest of
         a robots.txt beyond its limit is cut off."""
-        max_bytes = self._settings.max_bytes if is_page else ROBOTS_BYTES
+        max_bytes = MAX_BYTES if is_page else ROBOTS_BYTES
         parts = urlsplit(url)
         host = parts.hostname or ""
         address = await self._resolve(host, parts.port or (443 if parts.scheme == "https" else 80))
         target = parts._replace(netloc=_netloc(address, parts.port)).geturl()
         headers = {
             "Host": parts.netloc,
-            "User-Agent": self._settings.user_agent,
+            "User-Agent": USER_AGENT,
             # The packings that `_decompressed` can unpack piece by piece.
             "Accept-Encoding": "gzip, deflate",
         }
@@ -207,7 +210,7 @@ class Fetcher:
         # One private address among them is enough to refuse: which one is taken is the host's
         # choice.
         for address in addresses:
-            if not self._settings.allow_private and not is_public(address):
+            if not self._allow_private and not is_public(address):
                 raise NotFetched(
                     f"'{_shown(host)}' is at {address}, which is no public address; such pages are"
                     " not fetched",

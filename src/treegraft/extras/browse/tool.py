@@ -39,7 +39,7 @@ class BrowseTool:
         packages.require("tools.use: 'browse'", "protego", "pypdf", "trafilatura", "bm25s")
         self._settings = settings
         self._fetcher = Fetcher(settings)
-        self._pool = ExtractPool(settings)
+        self._pool = ExtractPool()
 
     @property
     def fingerprint(self) -> str:

@@ -7,18 +7,6 @@ from typing import Any
 from treegraft.parts import ExplorerKind, Registry, Settings, setting, value_of
 
 
-class BalancedSettings(Settings):
-    """Budget and penalty of balanced branching (AEPO, arXiv 2510.14545); its rule is that of
-    [explore.entropy]."""
-
-    budget_weight: float = setting(0.5, ge=0)
-    """How strongly entropy after results moves leaves from the prompt to branches (AEPO's beta; 0.5
-    in its code): of k leaves, k * sigmoid(-this * the mean rise) start at the prompt."""
-    penalty: float = setting(0.05, ge=0, le=1)
-    """Loss of branching probability for each of the path's latest branches in a row, as a share
-    (AEPO's gamma'; 0.05 in its code)."""
-
-
 class _CreditFields(Settings):
     token_entropy_weight: float = setting(0.0, ge=0)
     """Raises the advantages of uncertain tokens (AEPO's a, 0.2 in its code): each is multiplied by
@@ -61,7 +49,6 @@ def register(registry: Registry) -> None:
             },
             defaults={"explore.entropy.normaliser": "log_vocabulary"},
         ),
-        table=BalancedSettings,
     )
     registry.credit(
         "token_entropy_weight",

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from treegraft import Origin, Step, Tree, branch_probability, entropy_change
-from treegraft.extras.methods.aepo import BalancedSettings
 from treegraft.extras.methods.aepo_math import coin_probability, damping, num_global_rollouts
 from treegraft.parts import (
     Branch,
@@ -19,6 +18,12 @@ from treegraft.parts import (
     Start,
     keyed,
 )
+
+BUDGET_WEIGHT = 0.5
+"""β of AEPO's code: how strongly entropy after results moves leaves from the prompt to branches."""
+PENALTY = 0.05
+"""γ' of AEPO's code: loss of branching probability for each of the path's latest branches in a row,
+as a share."""
 
 
 class BalancedBranching(EntropyBranching):
@@ -44,10 +49,9 @@ class BalancedBranching(EntropyBranching):
     plans_starts = False
     """How many leaves are starts is known with the first of them."""
 
-    def __init__(self, settings: Any, balance: BalancedSettings, *, vocab_size: int) -> None:
-        """Takes β and γ' from `balance`, the rest as `EntropyBranching` does."""
+    def __init__(self, settings: Any, *, vocab_size: int) -> None:
+        """Takes the settings of `EntropyBranching`."""
         super().__init__(settings, vocab_size=vocab_size)
-        self._balance = balance
         self.probe_tokens = settings.probe_tokens
 
     def starts(self, max_leaves: int) -> Start:
@@ -72,7 +76,7 @@ class BalancedBranching(EntropyBranching):
         key: tuple[int | str, ...],
         step_id: str,
     ) -> Branch:
-        own, damped = self._settings, damping(in_a_row, self._balance.penalty)
+        own, damped = self._settings, damping(in_a_row, PENALTY)
         change = entropy_change(current, self._first_entropies(first), self._normaliser)
         if own.rule == "bernoulli":
             coin = keyed.keyed_unit(*key[:-1], step_id, "branch")
@@ -89,9 +93,7 @@ class BalancedBranching(EntropyBranching):
         """Returns the rollouts from the prompt that the probe's entropies ask for; at later calls a
         part of what is missing, which leaves room for branches."""
         missing = max_leaves - len(tree.leaves)
-        wanted = num_global_rollouts(
-            self._changes(tree), max_leaves, weight=self._balance.budget_weight
-        )
+        wanted = num_global_rollouts(self._changes(tree), max_leaves, weight=BUDGET_WEIGHT)
         if (more := wanted - sum(step.parent == tree.root.id for step in tree.steps)) > 0:
             return Start(min(missing, more))
         return Start(min(wanted, (missing + 1) // 2))
@@ -121,4 +123,4 @@ def _is_asked(before: Step, step: Step) -> bool:
 
 def balanced(explore: Any, facts: ExplorerFacts) -> BalancedBranching:
     """Returns the explorer of a table [explore]."""
-    return BalancedBranching(explore.entropy, explore.balanced, vocab_size=facts.vocab_size)
+    return BalancedBranching(explore.entropy, vocab_size=facts.vocab_size)

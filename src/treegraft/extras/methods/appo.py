@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treegraft.extras.methods.leaves import half_the_leaves
-from treegraft.parts import ExplorerKind, OutcomeKind, Registry, Settings, setting, when
+from treegraft.parts import ExplorerKind, OutcomeKind, Registry, Settings, setting
 
 
 class PeaksSettings(Settings):
@@ -17,12 +17,7 @@ class PeaksSettings(Settings):
 class _LossFields(Settings):
     future_weight: float = setting(0.0, ge=0)
     """Raises advantages by how much likelier the policy has made what follows the token (APPO's b,
-    1 in its code): each is multiplied by 1 + this times a factor from 1 to future_highest; 0 for
-    none."""
-    future_half_life: float = setting(64.0, gt=0, idle_unless=when("loss.future_weight"))
-    """Loss tokens after which what follows counts half."""
-    future_highest: float = setting(1.2, ge=1, idle_unless=when("loss.future_weight"))
-    """Largest such factor."""
+    1 in its code): each is multiplied by 1 + this times a factor from 1 to 1.2; 0 for none."""
 
 
 APPO = OutcomeKind(

@@ -9,6 +9,11 @@ from torch import Tensor
 
 from treegraft.extras.methods.appo_math import future_weights
 
+HALF_LIFE = 64.0
+"""Loss tokens after which what follows counts half, as in APPO's code."""
+HIGHEST = 1.2
+"""Largest factor, as in APPO's code."""
+
 
 def future_factors(
     settings: Any, log_ratios: Tensor, owners: Tensor, advantages: Tensor, positions: Tensor
@@ -21,8 +26,8 @@ def future_factors(
         advantages.tolist(),
         positions.tolist(),
         weight=settings.future_weight,
-        half_life=settings.future_half_life,
-        highest=settings.future_highest,
+        half_life=HALF_LIFE,
+        highest=HIGHEST,
         limit=settings.dual_clip,
     )
     return torch.tensor(factors, dtype=advantages.dtype, device=advantages.device)

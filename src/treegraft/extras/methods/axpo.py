@@ -17,22 +17,11 @@ from treegraft.parts import (
     Settings,
     Start,
     setting,
-    value_of,
-    when,
 )
 
 RULE = "axpo"
-
-
-def names_tools(config: Any) -> str:
-    """Returns why the begun call's tool cannot be named, "" where it can."""
-    if value_of(config, "format.kind") == "chat":
-        return "format.kind is 'chat', in which a call begins before the tool is named"
-    return ""
-
-
-def _at_answers(config: Any) -> str:
-    return names_tools(config) or when("explore.axpo.places", "answers")(config)
+MIN_REWARD = 1.0
+"""Reward from which a rollout did not fail: that of a right answer."""
 
 
 class AxpoSettings(Settings):
@@ -46,10 +35,6 @@ class AxpoSettings(Settings):
     places: Literal["calls", "answers"] = "calls"
     """Steps that are retried: "calls" (the paper) those that called a tool, where every rollout
     that called one failed; "answers" (ours) those that answered, where every rollout failed."""
-    tool: str = setting("", acts="nothing", idle_unless=(_at_answers,))
-    """The tool whose call is opened in place of an answer; empty for the first."""
-    min_reward: float = 1.0
-    """Reward from which a rollout did not fail."""
 
 
 class Axpo(Independent):
@@ -63,8 +48,8 @@ class Axpo(Independent):
     highest first; as many steps are retried as K goes into the leaves that are left. Departures:
     thought and opening are forced tokens, so neither has loss in a retry, and the reward of a
     recovered prefix reaches the steps above it alone. A task with a success has no second stage.
-    `places = "answers"` is ours: where every rollout failed, steps that answered call a tool
-    instead.
+    `places = "answers"` is ours: where every rollout failed, steps that answered call the first
+    tool instead.
     """
 
     expands = True
@@ -85,15 +70,14 @@ class Axpo(Independent):
             return Start(0)
         members = [path for path in paths if path.status.rule.in_group]
         tried = [path for path in members if own.places == "answers" or path.num_tool_calls]
-        if any((path.reward or 0.0) >= own.min_reward for path in tried):
+        if any((path.reward or 0.0) >= MIN_REWARD for path in tried):
             return Start(0)
         steps = {step.id: step for path in tried for step in self._places(path)}
         # Equal entropies by their place in the tree.
         ranked = sorted(steps.values(), key=lambda one: (-_uncertainty(one), one.ordinals))
         num_places = max(0, max_leaves - len(tree.leaves)) // own.num_retries
-        tool = own.tool or None
         places = ranked[:num_places]
-        return [Retry(one.id, own.num_retries, RULE, tool) for one in places] or Start(0)
+        return [Retry(one.id, own.num_retries, RULE) for one in places] or Start(0)
 
     def _places(self, path: Trajectory) -> Iterator[Step]:
         for above, step in zip(path.steps, path.steps[1:], strict=False):
@@ -134,7 +118,7 @@ def register(registry: Registry) -> None:
             opens_at_once=True,
             branches=True,
             begins_below=True,
-            tool="explore.axpo.tool",
+            begins_calls=True,
         ),
         table=AxpoSettings,
         checks=(_wrong,),

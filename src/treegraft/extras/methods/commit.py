@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from treegraft import Origin, Step, Trajectory, Tree
-from treegraft.extras.methods.axpo import names_tools
 from treegraft.parts import (
     ExplorerKind,
     Independent,
@@ -23,6 +22,8 @@ from treegraft.parts import (
 )
 
 RULE = "commit"
+MIN_REWARD = 1.0
+"""Reward from which a rollout did not fail: that of a right answer."""
 
 
 def _quarter_of_the_leaves(config: Any) -> int:
@@ -41,21 +42,14 @@ class CommitSettings(Settings):
     num_more: int = setting(0, ge=0)
     """Leaves at the prompt that follow where only some of the first rollouts succeeded, as far as
     explore.num_leaves allows."""
-    num_retries: int = setting(2, ge=1)
-    """Rollouts that go on in place of one answer, in each round."""
     form: Literal["kept", "anew"] = "kept"
     """What is forced: "kept", the mark that opens the call or the answer, behind the step's own
     thought; "anew", the step's beginning without its thought, up to the first token in which the
     tree's own steps of the other kind differ from it, where there is such a step. For agents that
     decide in their thoughts."""
-    tool: str = setting("", acts="nothing", idle_unless=(names_tools,))
-    """The tool whose call is opened in place of an answer; empty for each one that the tree's
-    rollouts called, in turn, and for the first where they called one or none."""
     answers: bool = setting(True, default_of=_marks_answers)
     """Whether answers are begun in place of calls, too, where no rollout has answered; the format
     "chat" has no mark that begins one."""
-    min_reward: float = 1.0
-    """Reward from which a rollout did not fail."""
 
 
 class CommitBranching(Independent):
@@ -75,6 +69,8 @@ class CommitBranching(Independent):
     (answers, and calls too many), in its rounds, and in what is learned.
     """
 
+    num_retries = 2
+    """Rollouts that go on in place of one answer in each round, the fewest that can differ."""
     expands = True
     retries = True
     wants_rewards = True
@@ -92,7 +88,7 @@ class CommitBranching(Independent):
         once, where only some of the first ones have; nothing after a success otherwise."""
         own, paths = self._settings, tree.trajectories()
         members = [path for path in paths if path.status.rule.in_group]
-        succeeded = [(path.reward or 0.0) >= own.min_reward for path in members]
+        succeeded = [(path.reward or 0.0) >= MIN_REWARD for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
             has_more = len(tree.leaves) > own.num_starts or any(path.is_retry for path in members)
@@ -129,18 +125,17 @@ class CommitBranching(Independent):
         self, members: Sequence[Trajectory], tried: set[str], num_left: int
     ) -> Start | Sequence[Retry]:
         """Calls in place of the answer that came after the most calls."""
-        own = self._settings
         ends = [(path.num_tool_calls, path.steps[-1]) for path in members if _has_answered(path)]
         places = [(calls, step) for calls, step in ends if _is_own(step) and step.id not in tried]
         if not places:
             return Start(0)
         # Equal ones by their place in the tree.
         _, step = min(places, key=lambda one: (-one[0], -_uncertainty(one[1]), one[1].ordinals))
-        begun = list(islice(self._openings(step, members, "call"), own.num_retries))
+        begun = list(islice(self._openings(step, members, "call"), self.num_retries))
         ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in begun]
         ways = ways or [(one, ()) for one in self._tools(members)]
         # Each way once at least; a retry more for the first ones where they do not go up evenly.
-        num = min(max(own.num_retries, len(ways)), num_left)
+        num = min(max(self.num_retries, len(ways)), num_left)
         shares = [num // len(ways) + (place < num % len(ways)) for place in range(len(ways))]
         return [
             Retry(step.id, share, RULE, tool, is_lesson=True, opening=opening)
@@ -149,9 +144,8 @@ class CommitBranching(Independent):
         ]
 
     def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
-        """The tools whose calls are begun in turn; None for the first one."""
-        if self._settings.tool:
-            return [self._settings.tool]
+        """The tools whose calls are begun in turn, those that were called; None, if that is one or
+        none, for the first one that there is."""
         steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
         called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
         return [*called] if len(called) > 1 else [None]
@@ -175,11 +169,8 @@ class CommitBranching(Independent):
                 yield opening
 
     def _is_of(self, step: Step, kind: Literal["call", "answer"]) -> bool:
-        """Whether a step answered, or called the tool whose calls are begun."""
-        if kind == "answer":
-            return step.content.answer is not None
-        calls, tool = step.content.calls, self._settings.tool
-        return bool(calls) and (not tool or calls[0].name == tool)
+        """Whether a step answered, or called a tool."""
+        return step.content.answer is not None if kind == "answer" else bool(step.content.calls)
 
 
 def _is_own(step: Step) -> bool:
@@ -218,7 +209,7 @@ def register(registry: Registry) -> None:
             begins_below=True,
             compares_together=True,
             teaches=lambda config: True,
-            tool="explore.commit.tool",
+            begins_calls=True,
         ),
         table=CommitSettings,
     )

@@ -96,9 +96,12 @@ def state_advantages(
     return found
 
 
+DISCOUNT = 0.95
+"""γ of the released code. Its ω, the weight of A_S, is 1."""
+
+
 def states(
     members: Sequence[Trajectory], *, credit: Any, scale: Scale
 ) -> dict[tuple[int, str], float]:
-    """Returns ω A_S by (number of the trajectory, step id), by the table [credit]."""
-    found = state_advantages(members, discount=credit.discount, scale=scale, eps=credit.eps)
-    return {place: credit.state_weight * value for place, value in found.items()}
+    """Returns A_S by (number of the trajectory, step id)."""
+    return state_advantages(members, discount=DISCOUNT, scale=scale)

@@ -22,7 +22,6 @@ from treegraft.parts import (
     keyed,
     setting,
     value_of,
-    when,
 )
 
 
@@ -30,6 +29,11 @@ def _restarts(config: Any) -> int:
     if value_of(config, "explore.prefix.rule") == "whole":
         return 1
     return half_the_leaves(config)
+
+
+NUM_PROBES = 2
+"""Leaves with which "bread" tries a place, the fewest that can differ; what its search leaves over
+goes to the place that it found."""
 
 
 class PrefixSettings(Settings):
@@ -43,11 +47,6 @@ class PrefixSettings(Settings):
     num_restarts: int = setting(8, ge=1, default_of=_restarts)
     """Leaves of explore.num_leaves that begin below stored steps, half of them by default; with
     "whole" stored trajectories that are leaves, 1 by default. The others begin at the prompt."""
-    num_places: int = setting(1, ge=1, idle_unless=when("explore.prefix.rule", "prefixrl"))
-    """Places along the stored trajectory over which "prefixrl" spreads its leaves."""
-    num_probes: int = setting(2, ge=1, idle_unless=when("explore.prefix.rule", "bread"))
-    """Leaves with which "bread" tries a place; what its search leaves over goes to the place
-    that it found."""
     min_reward: float = 1.0
     """Reward from which a stored trajectory is used, and from which a rollout is a success."""
 
@@ -65,7 +64,7 @@ class UniformPrefix(Independent):
     rule = "prefixrl"
 
     def __init__(self, settings: PrefixSettings) -> None:
-        """Takes the number of leaves below stored steps, and of places, from the settings."""
+        """Takes the number of leaves below stored steps from the settings."""
         self._settings = settings
 
     def starts(self, max_leaves: int) -> Start:
@@ -87,13 +86,12 @@ class UniformPrefix(Independent):
         best = self.best(stored)
         if tree.leaves or best is None:
             return [Start(max_leaves - len(tree.leaves))]
-        own, counts = self.starts(max_leaves), dict[int, int]()
-        for leaf in range(max_leaves - own.num):
-            place = keyed.keyed_int(*noise_key, "prefix", leaf % self._settings.num_places)
-            num_steps = 1 + place % stored[best].num_steps
-            counts[num_steps] = counts.get(num_steps, 0) + 1
-        below = [Start(num, Below(best, num_steps, self.rule)) for num_steps, num in counts.items()]
-        return [own, *below]
+        own = self.starts(max_leaves)
+        if own.num == max_leaves:
+            return [own]
+        # One place for all: a group needs several leaves.
+        num_steps = 1 + keyed.keyed_int(*noise_key, "prefix", 0) % stored[best].num_steps
+        return [own, Start(max_leaves - own.num, Below(best, num_steps, self.rule))]
 
 
 class ShortestPrefix(UniformPrefix):
@@ -131,7 +129,7 @@ class ShortestPrefix(UniformPrefix):
         last = stored[best].num_steps if high is None else high
         if low >= last:
             return [missing]
-        num = min(self._settings.num_probes, missing.num)
+        num = min(NUM_PROBES, missing.num)
         return [Start(num, Below(best, (low + last + 1) // 2, self.rule))]
 
     def _successes(self, tree: Tree) -> dict[int, bool]:
@@ -153,8 +151,8 @@ class WholeTrajectory(UniformPrefix):
     """Takes the best stored trajectories themselves as leaves of the group, beside own rollouts.
 
     Source: LUFFY (arXiv 2504.14945): 7 rollouts and 1 expert trajectory. Its loss on them is
-    loss.graft_coef = 1 with loss.graft_form = "luffy"; which statistics their rewards enter is
-    credit.stored.
+    loss.graft_coef = 1 with loss.graft_form = "luffy". Their rewards enter the group's statistics,
+    as in its script.
     """
 
     def restarts(

@@ -36,9 +36,12 @@ class BwrapTool(PooledPython):
         """
         self.limits = SandboxLimits(
             max_duration_s=settings.max_duration_s,
-            max_memory_mb=settings.max_memory_mb or 512,
-            max_files_mb=settings.max_files_mb,
-            max_threads=settings.max_threads,
+            # Beside the libraries: arrays of 64 million numbers.
+            max_memory_mb=512,
+            # Of a private /tmp that one call sees: files are scratch space.
+            max_files_mb=16,
+            # As many as linear algebra starts on a large machine; processes cannot be started.
+            max_threads=16,
             max_output_chars=MAX_OUTPUT_CHARS,
         )
         if (problem := find_problem()) is not None:

@@ -60,7 +60,8 @@ class MontyTool(PooledPython):
         """Starts nothing: the first call starts the workers."""
         super().__init__(settings.num_workers)
         self.max_duration_s = settings.max_duration_s
-        self.max_memory_mb = settings.max_memory_mb or 64
+        # There are no libraries, and so no arrays.
+        self.max_memory_mb = 64
         self.max_output_chars = max_output_chars
 
     @property

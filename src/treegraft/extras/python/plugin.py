@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from treegraft.parts import Finding, Registry, Settings, setting, when
+from treegraft.parts import Finding, Registry, Settings, setting
 
 _HERE = "treegraft.extras.python"
 
@@ -17,13 +17,6 @@ class PythonToolSettings(Settings):
     records which one it began with and keeps it."""
     max_duration_s: float = setting(2.0, gt=0)
     """Execution time of one call, in seconds."""
-    max_memory_mb: int | None = setting(None, ge=1)
-    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for
-    "bwrap"."""
-    max_files_mb: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
-    """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
-    max_threads: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "auto", "bwrap"))
-    """Threads of one call, which cannot start processes ("bwrap")."""
     num_workers: int = setting(2, ge=1)
     """Worker processes ("monty") or sandboxes ("bwrap")."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treegraft import SettingError, ToolError, ToolUnavailable
-from treegraft.extras.search.service import Service, is_http
+from treegraft.extras.search.service import ANSWER_S, Service, is_http
 from treegraft.parts import addresses, interfaces, interrupt
 
 
@@ -39,7 +39,7 @@ def retrieve_url(url: str) -> str:
 class RemoteSearch(Service):
     """Search by a retrieval server."""
 
-    def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = ANSWER_S) -> None:
         """Raises `SettingError` where `url` is not an http address."""
         self._address = retrieve_url(addresses.expanded(url, "tools.search.url"))
         self.url = addresses.redacted(self._address)
@@ -114,6 +114,6 @@ def _passage(entry: Any) -> interfaces.Passage:
 def remote_search(search: Any) -> RemoteSearch:
     """Returns the search that [tools.search] asks for, whose server has answered by then. Raises
     as `RemoteSearch` and its `check`."""
-    remote = RemoteSearch(search.url, timeout_s=search.timeout_s)
+    remote = RemoteSearch(search.url)
     remote.check()  # before the run, not at an agent's first question
     return remote

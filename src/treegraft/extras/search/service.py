@@ -13,6 +13,8 @@ import httpx
 
 from treegraft import ToolError, ToolUnavailable
 
+ANSWER_S = 60.0
+"""Longest wait for a whole answer; tools.deadline_s, 30 by default, ends the call before."""
 MAX_BYTES = 10_000_000
 """Longest answer that is read, in bytes after decompression."""
 _AGENTS_FAULT = (400, 413, 414, 422)

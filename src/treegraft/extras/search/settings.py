@@ -29,5 +29,3 @@ class SearchTables(Settings):
     base_url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "web"))
     """For "web": address of the provider or of a proxy that answers like it; empty means the
     provider's own."""
-    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
-    """For "http" and "web": longest wait for one answer, in seconds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from treegraft import SettingError, ToolUnavailable
 from treegraft.extras.search.plugin import PROVIDERS
-from treegraft.extras.search.service import Service, is_http
+from treegraft.extras.search.service import ANSWER_S, Service, is_http
 from treegraft.parts import addresses, errors, interfaces
 
 MAX_RESULTS = 20
@@ -21,7 +21,7 @@ MAX_RESULTS = 20
 class WebSearch(Service):
     """Search by one provider; a result is shown as title, address and text."""
 
-    def __init__(self, provider: str, *, base_url: str = "", timeout_s: float = 20.0) -> None:
+    def __init__(self, provider: str, *, base_url: str = "") -> None:
         """Args:
             base_url: the server that answers like the provider; empty means the provider's own.
 
@@ -57,7 +57,7 @@ class WebSearch(Service):
                 " has.",
                 code="key-invalid",
             )
-        super().__init__(f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True)
+        super().__init__(f"the search provider '{provider}'", timeout_s=ANSWER_S, use_proxy=True)
         self._url = base.rstrip("/") + chosen.request[1]
         header, prefix = chosen.key_header
         self._headers = {header: prefix + key, "Accept": "application/json"}
@@ -107,4 +107,4 @@ def _plain(text: Any) -> str:
 
 def web_search(search: Any) -> WebSearch:
     """Returns the search that [tools.search] asks for. Raises as `WebSearch`."""
-    return WebSearch(search.provider, base_url=search.base_url, timeout_s=search.timeout_s)
+    return WebSearch(search.provider, base_url=search.base_url)

@@ -148,12 +148,10 @@ def teacher_of(parts: judging.Parts) -> Teacher:
         model,
         option=AGENT,
         api_key=key,
-        timeout_s=own.timeout_s,
-        max_retries=own.max_retries,
     )
     limits = Limits(
         temperature=own.temperature,
-        max_reply_tokens=own.max_reply_tokens or config.rollout.max_completion_tokens,
+        max_reply_tokens=config.rollout.max_completion_tokens,
         max_agent_steps=config.rollout.max_agent_steps,
         max_tool_calls=config.rollout.max_tool_calls,
     )

@@ -21,12 +21,6 @@ def _of_servers(default: Any, **facts: Any) -> Any:
 class TeacherSettings(Settings):
     model: str | None = _of_servers(None, acts="nothing")
     """Model of the server; None if it serves only one."""
-    max_reply_tokens: int | None = _of_servers(None, ge=1)
-    """Tokens of a server's reply; None for rollout.max_completion_tokens."""
-    timeout_s: float = _of_servers(120.0, ge=0.1)
-    """Deadline for one reply of a server."""
-    max_retries: int = _of_servers(4, ge=0)
-    """Repeated requests to a server after a failed one."""
     api_key_env: str | None = _of_servers(None, acts="reads")
     """Environment variable with the server's key; None if it wants none."""
 

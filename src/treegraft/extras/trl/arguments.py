@@ -92,7 +92,9 @@ def _of_vllm(config: Config) -> dict[str, Derived]:
 
 def _of_training(config: Config) -> dict[str, Derived]:
     loss, learn, model = config.loss, config.learn, config.model
-    schedule, schedule_options = _schedule(config)
+    schedule: str = learn.schedule
+    if schedule == "constant" and learn.lr_warmup_steps:
+        schedule = "constant_with_warmup"
     return {
         "num_generations": Derived(config.explore.num_leaves, "explore.num_leaves"),
         "temperature": Derived(config.rollout.temperature, "rollout.temperature"),
@@ -115,7 +117,7 @@ def _of_training(config: Config) -> dict[str, Derived]:
         "max_grad_norm": Derived(learn.max_grad_norm, "learn.max_grad_norm"),
         "warmup_steps": Derived(learn.lr_warmup_steps, "learn.lr_warmup_steps"),
         "lr_scheduler_type": Derived(schedule, "learn.schedule"),
-        "lr_scheduler_kwargs": Derived(schedule_options, "learn.final_lr_frac"),
+        "lr_scheduler_kwargs": Derived({}, "learn.schedule"),
         "max_steps": Derived(config.run.num_updates * learn.num_epochs, "run.num_updates"),
         "seed": Derived(config.run.seed, "run.seed"),
         CHECKPOINTING: Derived(model.gradient_checkpointing, "model.gradient_checkpointing"),
@@ -123,18 +125,6 @@ def _of_training(config: Config) -> dict[str, Derived]:
         # Ratios of the first step are 1 in Treegraft.
         "disable_dropout": Derived(True, "model"),
     }
-
-
-def _schedule(config: Config) -> tuple[str, dict[str, float]]:
-    """The scheduler of transformers with the same learning rates behind the warm-up."""
-    learn = config.learn
-    if learn.schedule == "constant":
-        return "constant_with_warmup" if learn.lr_warmup_steps else "constant", {}
-    if not learn.final_lr_frac:
-        return learn.schedule, {}
-    if learn.schedule == "linear":
-        return "polynomial", {"lr_end": learn.final_lr_frac * learn.lr, "power": 1.0}
-    return "cosine_with_min_lr", {"min_lr_rate": learn.final_lr_frac}
 
 
 def grpo_config(

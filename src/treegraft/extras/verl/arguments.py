@@ -105,7 +105,7 @@ def derived(config: Config) -> dict[str, Derived]:
         f"{ACTOR}.optim.clip_grad": (learn.max_grad_norm, "learn.max_grad_norm"),
         f"{ACTOR}.optim.lr_warmup_steps": (learn.lr_warmup_steps, "learn.lr_warmup_steps"),
         f"{ACTOR}.optim.lr_scheduler_type": (learn.schedule, "learn.schedule"),
-        f"{ACTOR}.optim.min_lr_ratio": (learn.final_lr_frac, "learn.final_lr_frac"),
+        f"{ACTOR}.optim.min_lr_ratio": (0.0, "learn.schedule"),
         "algorithm.adv_estimator": ("grpo", "credit.advantage"),
         "trainer.v1.trainer_mode": (TRAINER, "explore.explorers"),
         "trainer.total_training_steps": (run.num_updates, "run.num_updates"),

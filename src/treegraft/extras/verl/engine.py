@@ -133,6 +133,5 @@ def _drawing(sampling: Any) -> Mapping[str, Any]:
         "temperature": sampling.temperature,
         "top_p": own.top_p,
         "top_k": own.top_k or -1,
-        "min_p": own.min_p,
         "repetition_penalty": own.repetition_penalty,
     }

@@ -16,7 +16,7 @@ EXCLUDED = -1e30
 def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequence[int]) -> Tensor:
     """Returns the logits, float32, of the distribution to draw from at temperature 1.
 
-    In the order of transformers; vLLM's differs in that min-p comes before top-k.
+    In the order of transformers, and of vLLM.
 
     Args:
         logits: [vocabulary].
@@ -35,8 +35,6 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
         steps.append(hf.TopKLogitsWarper(filters.top_k, filter_value=EXCLUDED))
     if filters.top_p < 1.0:
         steps.append(hf.TopPLogitsWarper(filters.top_p, filter_value=EXCLUDED))
-    if filters.min_p > 0.0:
-        steps.append(hf.MinPLogitsWarper(filters.min_p, filter_value=EXCLUDED))
     scores = logits.float()[None]
     ids = torch.tensor([[*path]], dtype=torch.long, device=scores.device)
     for step in steps:

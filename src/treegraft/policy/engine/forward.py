@@ -231,7 +231,7 @@ def _layer_problem(layer: Any) -> str | None:
 
 
 def build_forward(
-    model: Any, *, pack: bool, compile_kernels: bool
+    model: Any, *, pack: bool = True, compile_kernels: bool = True
 ) -> tuple[Forward | None, str | None]:
     """Returns the fastest forward pass that proves right, with the reason why there is none.
 

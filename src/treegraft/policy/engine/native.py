@@ -43,6 +43,9 @@ from treegraft.settings.policy import EngineSettings
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+MAX_PREFILL_TOKENS = 512
+"""Longest stretch of one prompt or result that a forward pass takes in: longer ones gain little and
+hold up the rows that decode."""
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
 
@@ -66,14 +69,13 @@ class NativeEngine:
         self.policy_version = 0
         self.capacity = settings.max_rows
         self.max_context = max_context(model)
+        self.max_prefill_tokens = MAX_PREFILL_TOKENS
         self.fingerprint = weights_fingerprint(model.state_dict())
         self.death: BaseException | None = None
         self._end_ids = frozenset(end_token_ids(model, tokenizer.eos_token_id))
         self._stops = StopFinder(tokenizer)
         own = settings.native
-        forward, problem = build_forward(
-            model, pack=own.pack_weights, compile_kernels=own.compile_kernels
-        )
+        forward, problem = build_forward(model)
         if forward is None:
             raise ModelError(
                 f"engine: the native engine cannot run this model: {problem}; choose another model"
@@ -356,8 +358,7 @@ class NativeEngine:
         room, offset = self._room, 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
-        most = self.settings.native.max_prefill_tokens
-        limit = min(most, max(MIN_ROWS, room - self.settings.max_rows))
+        limit = min(self.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(live, live.row) for live in self._running if live.row is not None]
         # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
         # blocks, so that a shared block which attention has loaded serves several rows.

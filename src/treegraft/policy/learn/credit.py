@@ -82,13 +82,11 @@ def credit_trees(trees: Sequence[Tree], config: Config, found: Credit | None = N
     how = partial(
         assign_credit,
         advantage=found.outcome,
-        eps=credit.eps,
         leaf_weight=credit.leaf_weight,
         attribution=found.attribution,
         retrieval_reward=credit.retrieval_reward,
         retrieval_weight=credit.retrieval_weight,
         restarts=credit.restarts,
-        stored=credit.stored,
         learn_from_truncated=config.loss.learn_from_truncated,
     )
     outcomes: Sequence[Floats | None] = [None] * len(trees)

@@ -109,7 +109,7 @@ class Learner:
         if is_packed := self.packing_problem is None:
             install_attention(model)
         self._team, self._shares_card = team or Alone(), shares_card
-        self._scoring = self._placed(ScoringModel(model, learn, is_packed=is_packed))
+        self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )

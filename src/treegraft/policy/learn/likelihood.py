@@ -32,7 +32,7 @@ class Likelihood:
             install_attention(model)
         self.fingerprint = ModelWeights(plain_weights(model)).fingerprint
         """Checksum of the weights."""
-        self._scoring = ScoringModel(model, settings, is_packed=self.packing_problem is None)
+        self._scoring = ScoringModel(model, is_packed=self.packing_problem is None)
 
     @torch.no_grad()
     def __call__(self, trees: Sequence[Tree]) -> list[dict[str, float]]:

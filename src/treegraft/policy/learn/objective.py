@@ -35,7 +35,6 @@ def find_form(settings: LossSettings) -> LossForm:
         entropy_coef=settings.entropy_coef,
         graft_coef=settings.graft_coef,
         graft_form=settings.graft_form,
-        graft_gamma=settings.graft_gamma,
     )
 
 
@@ -101,7 +100,6 @@ def _gppo(settings: LossSettings, *columns: Tensor, owners: Tensor, shaping: Ten
     return kept_gradient_surrogate(
         *columns,
         kept_low=settings.kept_low,
-        kept_high=settings.kept_high,
         **_limits(settings, shaping),
     )
 

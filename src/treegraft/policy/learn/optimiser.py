@@ -155,7 +155,7 @@ class MasterAdamW:
             return own.lr * min(1.0, (step + 1) / own.lr_warmup_steps)
         num_decaying = max(1, self._num_planned - own.lr_warmup_steps)
         left = min(1.0, 1.0 - self.spent, (self._num_planned - step) / num_decaying)
-        return own.lr * decay(own.schedule, max(0.0, left), own.final_lr_frac)
+        return own.lr * decay(own.schedule, max(0.0, left), 0.0)
 
     def _copy_to_model(self) -> None:
         if self._masters is self._weights:

@@ -17,7 +17,7 @@ from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder, first_line, head_problem
-from treegraft.settings.policy import LearnSettings
+from treegraft.policy.shapes import VOCAB_CHUNK
 
 Scores = tuple[Tensor, Tensor]
 
@@ -257,18 +257,21 @@ class ScoringModel(nn.Module):
     it and their gradients summed after it.
     """
 
-    def __init__(self, model: Any, settings: LearnSettings, *, is_packed: bool = True) -> None:
+    def __init__(
+        self, model: Any, *, is_packed: bool = True, vocab_chunk: int = VOCAB_CHUNK
+    ) -> None:
         """Takes over `model`.
 
         Args:
             is_packed: False runs trees row by row.
+            vocab_chunk: positions whose logits exist at once.
         """
         super().__init__()
         self.model, inner = model, base_model(model)
         # Of divided weights, which have no place yet, `ShardedLearner` does so.
         if is_packed and inner.device.type == "cuda":
             prove_flex(inner.config.get_text_config(), inner.dtype, inner.device)
-        self._chunk, self._is_packed = settings.vocab_chunk, is_packed
+        self._chunk, self._is_packed = vocab_chunk, is_packed
         self._head = OutputHead(model)
 
     def forward(self, batch: TreeBatch, *, takes_imitated: bool = False) -> Scores:
@@ -284,7 +287,7 @@ class ScoringModel(nn.Module):
         return chunked_scores(self._head, hidden, targets, temperatures, self._chunk)
 
 
-def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048) -> Scores:
+def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB_CHUNK) -> Scores:
     """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
     order of `batch.sampled`.
 
@@ -297,8 +300,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = 2048)
         ModelError: its logits cannot be had from hidden states and output embeddings.
     """
     check_head(model)
-    settings = LearnSettings(vocab_chunk=vocab_chunk)
     if packing_problem(model) is not None:
-        return ScoringModel(model, settings, is_packed=False).forward(batch)
+        return ScoringModel(model, is_packed=False, vocab_chunk=vocab_chunk).forward(batch)
     with tree_attention(model):
-        return ScoringModel(model, settings).forward(batch)
+        return ScoringModel(model, vocab_chunk=vocab_chunk).forward(batch)

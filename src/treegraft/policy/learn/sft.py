@@ -18,6 +18,8 @@ from treegraft.core.types import Origin, StepContent, Task, Tree
 from treegraft.policy.learn.optimiser import decay
 from treegraft.settings.policy import WarmupSettings
 
+FINAL_LR_FRACS = {"constant": 1.0, "linear": 0.05, "cosine": 0.0}
+"""Share of the peak rate at the end of a warm-up; "cosine" as in the cold start of Tool-Star."""
 NUM_CHECKED = 1000
 """Traces of a file that are rendered before work starts, to find a misfit early; the others are
 when their turn comes."""
@@ -274,10 +276,10 @@ def _decision_token(format: Format, steps: Sequence[StepContent], index: int) ->
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:
-    """Returns the rate of step 0, 1, ...: a linear rise, then by `schedule` to final_lr_frac of the
+    """Returns the rate of step 0, 1, ...: a linear rise, then by `schedule` to its share of the
     peak."""
     rise = settings.lr_warmup_steps
     if step < rise:
         return settings.lr * (step + 1) / rise
     left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
-    return settings.lr * decay(settings.schedule, left, settings.final_lr_frac)
+    return settings.lr * decay(settings.schedule, left, FINAL_LR_FRACS[settings.schedule])

@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 """Longest wait, at the end of a tree, for its environments to close."""
+MAX_REPLAY_CALLS = 20
+"""Longest history that a branch re-executes: the cost of a branch grows with its place, and steps
+behind more calls do not branch."""
 _log = logging.getLogger(__name__)
 
 
@@ -256,10 +259,10 @@ class EnvironmentSession:
 
     @property
     def can_branch(self) -> bool:
-        """Whether the state can be had again: never past `environment.max_replay_calls` where that
-        takes a replay."""
+        """Whether the state can be had again: never past `MAX_REPLAY_CALLS` where that takes a
+        replay."""
         if self.tree.kind.capability is Capability.REPLAY:
-            return len(self.history) <= self.tree.run.settings.max_replay_calls
+            return len(self.history) <= MAX_REPLAY_CALLS
         return self.tree.kind.capability is Capability.FORK
 
     async def call(self, call: ToolCall) -> Observation:

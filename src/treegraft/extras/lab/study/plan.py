@@ -254,6 +254,9 @@ class _Planner:
         rows = [row for row in setting_rows(config) if row.name not in LABELS]
         # Without those at their default, so that settings of later versions change nothing.
         told = {row.name: row.value for row in rows if not row.is_default}
+        # One by one, as in stored lines of results.
+        silenced = told.pop("health", {})
+        told |= {f"health.{name}": value for name, value in silenced.items()}
         idle = {row.name: row.idle for row in rows if row.idle}
         self._loaded[where] = _Loaded(config, told, idle)
         return self._loaded[where]

@@ -8,42 +8,21 @@ from typing import Any
 from treegraft.parts import Contradiction, Registry, Settings, errors, setting, when
 
 _BY_DIFFICULTY = when("sampler.kind", "difficulty")
-_REFERS = when("sampler.num_references")
-
-
-def _counts_training(config: Any) -> str:
-    """Why the rates that training shows have no effect."""
-    num = config.sampler.num_references
-    return f"sampler.num_references is {num}" if num else ""
 
 
 class _SamplerFields(Settings):
-    target: float = setting(0.5, ge=0, le=1, idle_unless=_BY_DIFFICULTY)
-    """Success rate that a task should have (alpha in the paper): the mean of its rollouts' rewards,
-    each taken between 0 and 1."""
     temperature: float = setting(1e-3, gt=0, idle_unless=_BY_DIFFICULTY)
-    """How far from the target the dealt tasks may be (tau in the paper): a task's chance is
-    proportional to exp(-|rate - target| / temperature)."""
+    """How far from 1/2 the success rates of the dealt tasks may be (tau in the paper): a task's
+    chance is proportional to exp(-|rate - 1/2| / temperature). A rate is the mean of the rollouts'
+    rewards, each taken between 0 and 1."""
     encoder: str = setting("", acts="reads", idle_unless=_BY_DIFFICULTY)
     """Compares questions, so that a task's rate is predicted from those of tasks like it:
     "hashing", "minilm", a folder, a hub id or "pypi:PACKAGE"; "" compares nothing, and a task that
     was not rolled out yet has the mean rate."""
-    attention_temperature: float = setting(
-        0.2, gt=0, idle_unless=(_BY_DIFFICULTY, when("sampler.encoder"))
-    )
-    """How alike tasks must be to tell of each other: a rate weighs as exp(cosine / this)."""
     num_references: int = setting(0, ge=0, idle_unless=_BY_DIFFICULTY)
     """Tasks, drawn evenly, that are rolled out for their rates alone (K, 256 in the paper, with 512
-    tasks an update); 0 takes the rates that training itself shows, at no cost."""
-    every: int = setting(2, ge=1, idle_unless=(_BY_DIFFICULTY, _REFERS))
-    """Updates that one reference set serves (mu in the paper)."""
-    decay: float = setting(
-        0.8,
-        gt=0,
-        le=1,
-        idle_unless=(_BY_DIFFICULTY, _counts_training),
-    )
-    """What a rollout that training has shown still counts after one more update."""
+    tasks an update), every second update; 0 takes the rates that training itself shows, at no
+    cost."""
 
 
 def _no_encoder(name: str) -> Iterator[Contradiction]:

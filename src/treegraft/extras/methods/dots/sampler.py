@@ -22,6 +22,15 @@ from treegraft.parts import (
     keyed,
 )
 
+TARGET = 0.5
+"""α, the success rate that a task should have: rewards of one half tell most."""
+EVERY = 2
+"""μ of the paper, updates that one reference set serves."""
+DECAY = 0.8
+"""Ours: what a rollout that training has shown still counts after one more update, since the policy
+changes."""
+ATTENTION_TEMPERATURE = 0.2
+"""A rate weighs as exp(cosine / this); benchmarks/difficulty.py measures the predictions."""
 PRIOR = 2.0
 """Rollouts that the prediction of a task's rate weighs as much as, beside its own."""
 NUM_COMPARED = 1024
@@ -159,7 +168,7 @@ class Difficulty(Epochs):
         self._dealt = dict(state.get("dealt", {}))
 
     def _is_first(self, number: int) -> bool:
-        return bool((number - 1) % self._settings.every == 0)
+        return bool((number - 1) % EVERY == 0)
 
     def references(self, number: int) -> Sequence[Task]:
         """Returns K tasks, drawn evenly, before every μ-th update from the first one on."""
@@ -193,7 +202,7 @@ class Difficulty(Epochs):
         left = [task for task in self._order[1] if task.id not in without]
         since = number
         if self._settings.num_references:
-            since -= (number - 1) % self._settings.every
+            since -= (number - 1) % EVERY
         left.sort(key=lambda task: self._dealt.get(task.id, 0) >= since)
         return left[:size]
 
@@ -202,14 +211,14 @@ class Difficulty(Epochs):
         self._estimates = self.estimates(number)
         logits = np.zeros(len(self._tasks))
         if self._estimates is not None:
-            logits = -np.abs(self._estimates - own.target) / own.temperature
+            logits = -np.abs(self._estimates - TARGET) / own.temperature
         keys = [(self._seed, "sampler", number, task.id) for task in self._tasks]
         return [self._tasks[place] for place in keyed_order(logits, *keys)]
 
     def estimates(self, number: int) -> Floats | None:
         """Returns [tasks] d before an update; None where no rollout has been seen yet."""
         own = self._settings
-        decayed = {name: one.at(number, own.decay) for name, one in self._seen.items()}
+        decayed = {name: one.at(number, DECAY) for name, one in self._seen.items()}
         known = [
             (self._places[name], one)
             for name, one in decayed.items()
@@ -230,7 +239,7 @@ class Difficulty(Epochs):
             latest = slice(-NUM_COMPARED, None)
             rates = (totals / weights)[latest]
             found = predicted_rates(
-                self._vectors, places[latest], rates, weights[latest], own.attention_temperature
+                self._vectors, places[latest], rates, weights[latest], ATTENTION_TEMPERATURE
             )
         if not own.num_references:
             found[places] = (totals + PRIOR * found[places]) / (weights + PRIOR)
@@ -250,7 +259,7 @@ class Difficulty(Epochs):
                 errors += [abs(estimates[-1] - fmean(rewards))] if rewards else []
             if rewards and not self._settings.num_references:
                 before = self._seen.pop(name, _Seen(0.0, 0.0, number))
-                before = before.at(number, self._settings.decay)
+                before = before.at(number, DECAY)
                 total, weight = before.total + math.fsum(rewards), before.weight + len(rewards)
                 self._seen[name] = _Seen(total, weight, number)
         for name, values in (("rate_mean", estimates), ("error_mean", errors)):

@@ -31,7 +31,6 @@ from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
-from treegraft.settings.here import vllm_pythons
 from treegraft.settings.policy import VllmSettings
 
 MODEL_NAME = "policy"
@@ -146,7 +145,9 @@ def find_python(settings: VllmSettings) -> str:
     """
     how = "Run `make vllm-env` in a clone of Treegraft, or name the Python of another environment"
     if settings.python is None:
-        found = vllm_pythons()
+        # The working directory, and the clone that this package is run from.
+        places = (Path.cwd(), Path(__file__).parents[5])
+        found = [one / ".vllm-env/bin/python" for one in places]
         python = next((one for one in found if one.exists()), None)
         if python is None:
             raise SettingError(

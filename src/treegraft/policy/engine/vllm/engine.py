@@ -117,10 +117,8 @@ class VllmEngine(ServerEngine):
         parameters = {
             "max_tokens": asked.max_tokens,
             "temperature": asked.temperature,
-            # Of all three together vLLM applies min_p first, our engine last.
             "top_k": filters.top_k,
             "top_p": filters.top_p,
-            "min_p": filters.min_p,
             "repetition_penalty": filters.repetition_penalty,
             "seed": asked.seed,
             "logprobs": self._num_asked,

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 MAX_FAULTS = 8
 """A request that so many servers, or one server so often, failed to answer is given up."""
+READY_S = 600.0
+"""Longest wait for a server to become ready or to read weights: large models load for minutes."""
 MAX_RESTARTS = 3
 """How often a server is started again, or waited for, before it is left out: one that dies more
 often has a fault that a restart does not mend."""
@@ -91,7 +93,7 @@ class Servers:
             expected: the identity that each server has to have, see `checks.check_identity`.
         """
         self._expected = expected
-        self._wait_s = settings.vllm.start_timeout_s
+        self._wait_s = READY_S
         self.members = [Member(one, settings.max_rows) for one in servers]
         # In the labels of weights, so that a reply by those of another run is told apart.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -210,8 +212,8 @@ class Servers:
                 await self._raise_up(member, is_first=True)
         except TimeoutError as error:
             raise EngineError(
-                f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
-                f" {self._wait_s:g} s.{_log_of(member)}",
+                f"engine: {member.server} was not ready within {self._wait_s:g} s."
+                f"{_log_of(member)}",
                 code="server-not-ready",
             ) from error
         except Unreachable as error:
@@ -319,7 +321,7 @@ class Servers:
         """Gives every live server new weights. No request may be under way.
 
         Raises:
-            EngineError: no server took them within engine.vllm.start_timeout_s.
+            EngineError: no server took them within `READY_S`.
         """
         async with self._loading:
             self.due = due
@@ -337,8 +339,7 @@ class Servers:
                 await self._member_for(None)
         except TimeoutError as error:
             raise EngineError(
-                "engine: no server took the weights within engine.vllm.start_timeout_s ="
-                f" {self._wait_s:g} s: {self._faults()}",
+                f"engine: no server took the weights within {self._wait_s:g} s: {self._faults()}",
                 code="publish-refused",
             ) from error
 
