@@ -22,8 +22,18 @@ PROJECT: dict[str, Any] = tomllib.loads(
     (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 )["project"]
 PERMISSIVE = {
-    *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause"),
-    *("BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "PSF-2.0", "Zlib"),
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "CNRI-Python",
+    "ISC",
+    "MIT",
+    "PSF-2.0",
+    "Zlib",
 }
 """By their names in SPDX's list."""
 SPELLINGS = {

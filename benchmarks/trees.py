@@ -28,8 +28,14 @@ from treegraft.runs.tree_files import parts_in
 from treegraft.runs.tree_json import parse_tree, tree_to_json
 
 PER_TOKEN = (
-    *("token_ids", "origins", "loss_mask", "sampling_logprobs", "entropies"),
-    *("old_logprobs", "ratios", "credit_factors"),
+    "token_ids",
+    "origins",
+    "loss_mask",
+    "sampling_logprobs",
+    "entropies",
+    "old_logprobs",
+    "ratios",
+    "credit_factors",
 )
 
 

@@ -48,7 +48,9 @@ BRIEF = ["warmup.num_steps=80", "warmup.batch_size=24", "warmup.lr_warmup_steps=
 LEARNING = [*SMALL, "learn.lr=1e-3"]
 """Few trees and large steps, so that something is learned within minutes."""
 WARM = [
-    *("warmup.num_steps=200", "warmup.batch_size=32", "warmup.lr_warmup_steps=20"),
+    "warmup.num_steps=200",
+    "warmup.batch_size=32",
+    "warmup.lr_warmup_steps=20",
     # The demo's 0.1 is so seldom that GRPO never meets a search that pays.
     "warmup.continue_prob=[0.5]",
 ]

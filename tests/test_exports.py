@@ -8,6 +8,7 @@ import inspect
 import operator
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,8 @@ def test_the_table_of_names_is_that_of_the_docstrings() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", page, re.M)
     assert listed == sorted(importlib.import_module("treegraft.parts").__all__)
     assert builder().with_names(page) == page, "run: python docs/build.py --names"
+
+
+def test_the_package_alone_loads_no_torch() -> None:
+    code = "import sys, treegraft; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -308,7 +308,10 @@ def test_config_prints_defaults_and_chosen_settings(
     learn = [name for name in known_settings() if name.startswith("learn.")]
     assert names("learn") == names(recipe, "learn.") == learn
     assert names("run.seed", "top_p", "checkpoint") == [
-        *("run.seed", "eval.top_p", "checkpoint.every", "checkpoint.keep")
+        "run.seed",
+        "eval.top_p",
+        "checkpoint.every",
+        "checkpoint.keep",
     ]
     assert treegraft("config", "warmup.graft_prob", "run.name", "eval.greedy") == 0
     printed = capsys.readouterr().out

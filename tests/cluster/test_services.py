@@ -18,18 +18,24 @@ from treegraft.settings.load import load_config
 pytestmark = [needs_ray, pytest.mark.slow]
 SMALL = (
     # Evaluations of the warm-up publish version 0 again and again, with other weights each time.
-    *(
-        "warmup.num_steps=120",
-        "warmup.eval_every=60",
-        "tasks.num_train=40",
-        "tasks.num_eval=4",
-        "run.num_updates=3",
-    ),
-    *("tasks.search_world.hops=[1,2]", "run.tasks_per_update=4", "explore.num_leaves=4"),
-    *("eval.at_start=false", "eval.at_end=false", "eval.every=0", "explore.explorers=['graft']"),
-    *("explore.graft.num_hybrid=3",),
-    *("buffer.path=expert", "buffer.encoder=hashing", "buffer.grow.num_best=2"),
-    *("tools.use=['tests.cluster.parts:Odd']", "buffer.random_prob=0.2"),
+    "warmup.num_steps=120",
+    "warmup.eval_every=60",
+    "tasks.num_train=40",
+    "tasks.num_eval=4",
+    "run.num_updates=3",
+    "tasks.search_world.hops=[1,2]",
+    "run.tasks_per_update=4",
+    "explore.num_leaves=4",
+    "eval.at_start=false",
+    "eval.at_end=false",
+    "eval.every=0",
+    "explore.explorers=['graft']",
+    "explore.graft.num_hybrid=3",
+    "buffer.path=expert",
+    "buffer.encoder=hashing",
+    "buffer.grow.num_best=2",
+    "tools.use=['tests.cluster.parts:Odd']",
+    "buffer.random_prob=0.2",
 )
 
 

@@ -19,8 +19,15 @@ def torchrun(num_ranks: int, *command: str, cwd: Path = ROOT) -> subprocess.Pope
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(num_ranks),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
             *command,
         ],
         cwd=cwd,

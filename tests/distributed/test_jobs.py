@@ -28,9 +28,16 @@ from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
 
 SMALL = (
-    *("warmup.num_steps=6", "tasks.num_train=40", "tasks.num_eval=4", "eval.every=0"),
-    *("run.tasks_per_update=4", "explore.num_leaves=4", "learn.max_pack_tokens=400"),
-    *("checkpoint.every=1", "run.name=run", "run.dir=."),
+    "warmup.num_steps=6",
+    "tasks.num_train=40",
+    "tasks.num_eval=4",
+    "eval.every=0",
+    "run.tasks_per_update=4",
+    "explore.num_leaves=4",
+    "learn.max_pack_tokens=400",
+    "checkpoint.every=1",
+    "run.name=run",
+    "run.dir=.",
 )
 
 
@@ -158,11 +165,19 @@ def test_ranks_that_sample_on_a_server_grow_the_trees_of_one_process(tmp_path: P
     """Two ranks, and a server of ours that answers as vLLM does; the same updates by one process
     and that server."""
     overrides = (
-        *("run.num_updates=2", "run.tasks_per_update=3", "warmup.num_steps=150", "eval.every=0"),
-        *("tasks.num_train=40", "tasks.num_eval=4", "explore.num_leaves=4"),
-        *("explore.explorers=['entropy']", "explore.entropy.num_starts=2"),
+        "run.num_updates=2",
+        "run.tasks_per_update=3",
+        "warmup.num_steps=150",
+        "eval.every=0",
+        "tasks.num_train=40",
+        "tasks.num_eval=4",
+        "explore.num_leaves=4",
+        "explore.explorers=['entropy']",
+        "explore.entropy.num_starts=2",
         "rollout.max_completion_tokens=40",
-        *("tasks.search_world.hops=[1,2]", "eval.at_start=false", "eval.at_end=false"),
+        "tasks.search_world.hops=[1,2]",
+        "eval.at_start=false",
+        "eval.at_end=false",
     )
     own = (f"run.dir={tmp_path}", "run.name=shape", "run.num_updates=0")
     result = train(load_config("demo", [*own, *overrides[1:]]), display=False)

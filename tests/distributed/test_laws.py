@@ -12,15 +12,33 @@ from tests.distributed.jobs import ranks_of
 
 NAMES = {
     2: (
-        *("llama", "tied", "minibatches", "kl", "halved", "lora", "lessons", "stored", "idle"),
-        *("offload", "twice", "skipped", "resumed"),
+        "llama",
+        "tied",
+        "minibatches",
+        "kl",
+        "halved",
+        "lora",
+        "lessons",
+        "stored",
+        "idle",
+        "offload",
+        "twice",
+        "skipped",
+        "resumed",
     ),
     3: ("idle",),
 }
 """The checks of `tests.distributed.laws` by number of ranks, all of a number in one job."""
 SLOW = (
-    *("llama", "tied", "lora", "lessons", "minibatches", "twice", "resumed"),
-    *("qwen3", "checkpointing"),
+    "llama",
+    "tied",
+    "lora",
+    "lessons",
+    "minibatches",
+    "twice",
+    "resumed",
+    "qwen3",
+    "checkpointing",
 )
 """Those of three ranks that take too long for the default suite, in a job of their own."""
 LIMITS = {"lora": 1e-4}

@@ -207,7 +207,10 @@ def test_documents_in_other_servers_shapes() -> None:
     with web_server(lambda *_: (200, {}, json.dumps({"result": [result]}).encode())) as url:
         (found,) = asyncio.run(RemoteSearch(url).search(["x"], 4))
     assert [(p.id, p.contents, p.score) for p in found] == [
-        *(("1", "one", 0.5), ("", '"T"\ntwo', 0.4), ("", "three", 0.0), (4, "four", 0.0)),
+        ("1", "one", 0.5),
+        ("", '"T"\ntwo', 0.4),
+        ("", "three", 0.0),
+        (4, "four", 0.0),
     ]
 
 

@@ -524,7 +524,12 @@ def test_the_filter_lets_pass_what_its_table_names(machine: str) -> None:
         verdict(pair, *given) for given in ((1, stream), (1, stream | flags), (1, datagram), (2, 1))
     ] == [allow, allow, refuse, refuse]
     assert [verdict(lock, 3, command) for command in (1, 6, 7, 37, 1024, 1031)] == [
-        *(allow, 0x50000, 0x50000, refuse, refuse, refuse)
+        allow,
+        0x50000,
+        0x50000,
+        refuse,
+        refuse,
+        refuse,
     ]
 
 

@@ -85,15 +85,22 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "KL": (("loss.kl_coef=0.1",), {}),
     "KL, unequal weights": (
         (
-            *("loss.kl_coef=0.5", "credit.leaf_weight=inverse_branching", "learn.lr=0.1"),
-            *("explore.graft.num_hybrid=1", "loss.aggregation=token-mean"),
+            "loss.kl_coef=0.5",
+            "credit.leaf_weight=inverse_branching",
+            "learn.lr=0.1",
+            "explore.graft.num_hybrid=1",
+            "loss.aggregation=token-mean",
         ),
         {},
     ),
     "entropy bonus, another temperature": (
         (
-            *("loss.entropy_coef=0.1", "credit.leaf_weight=inverse_branching", "loss.kl_coef=0.1"),
-            *("explore.graft.num_hybrid=1", "rollout.temperature=0.8", "learn.lr=0.1"),
+            "loss.entropy_coef=0.1",
+            "credit.leaf_weight=inverse_branching",
+            "loss.kl_coef=0.1",
+            "explore.graft.num_hybrid=1",
+            "rollout.temperature=0.8",
+            "learn.lr=0.1",
         ),
         {"per_device_train_batch_size": 2},
     ),
@@ -338,9 +345,16 @@ def test_contract_the_method_and_its_batch(base: Path, tmp_path: Path) -> None:
     assert list(inspect.signature(method).parameters) == ["self", "inputs"]
     with batch_of(base, tmp_path, "learn.num_epochs=2") as (_, batch):
         assert set(batch) == {
-            *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
-            *("advantages", "num_items_in_batch", "coefficients"),
-            *("old_per_token_logps", "sampling_per_token_logps"),
+            "prompt_ids",
+            "prompt_mask",
+            "completion_ids",
+            "completion_mask",
+            "tool_mask",
+            "advantages",
+            "num_items_in_batch",
+            "coefficients",
+            "old_per_token_logps",
+            "sampling_per_token_logps",
         }
         assert batch["advantages"].shape == batch["completion_ids"].shape
         # Tokens of one row have advantages of their own.

@@ -246,7 +246,11 @@ def test_rows_hold_what_trees_hold(
 
 
 LISTS = (
-    *("completion_ids", "loss_mask", "advantages", "sampling_logprobs", "temperatures"),
+    "completion_ids",
+    "loss_mask",
+    "advantages",
+    "sampling_logprobs",
+    "temperatures",
     "origins",
 )
 

@@ -209,8 +209,14 @@ def test_an_imitated_text_stands_beside_its_graft() -> None:
     ]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 8, 5, 2]
     assert batch.trees[0].nodes == (
-        *(Node(0, 2, 14), Node(2, 5, 13), Node(5, 7, 7), Node(7, 10, 12)),
-        *(Node(10, 11, 11), Node(11, 12, 12), Node(12, 13, 13), Node(13, 14, 14)),
+        Node(0, 2, 14),
+        Node(2, 5, 13),
+        Node(5, 7, 7),
+        Node(7, 10, 12),
+        Node(10, 11, 11),
+        Node(11, 12, 12),
+        Node(12, 13, 13),
+        Node(13, 14, 14),
     )
     assert imitated.packed.tolist() == [5, 6]
     assert imitated.sources.tolist() == [

@@ -194,8 +194,15 @@ def test_finished_rollouts_are_grown_further_round_by_round() -> None:
     explorer = TreeSearch(TreeSearchSettings(num_starts=2, num_nodes=1))
     tree = grow(make(explorer, num_leaves=6))
     assert ids(tree) == [
-        *("0", "0.0", "0.0.0", "0.0.1", "0.0.2"),
-        *("0.1", "0.1.0", "0.1.1", "0.1.2"),
+        "0",
+        "0.0",
+        "0.0.0",
+        "0.0.1",
+        "0.0.2",
+        "0.1",
+        "0.1.0",
+        "0.1.1",
+        "0.1.2",
     ]
     assert len(tree.leaves) == 6 and tree.budget.num_tool_calls == 2
     causes = [step.cause for step in tree.steps if step.id in ("0.0.1", "0.1.2")]
@@ -209,7 +216,11 @@ def test_children_of_a_short_budget_are_shared_between_the_rollouts() -> None:
     explorer = TreeSearch(TreeSearchSettings(num_starts=3, num_nodes=2))
     tree = grow(make(explorer, num_leaves=5))
     assert [one for one in ids(tree) if one.count(".") == 2] == [
-        *("0.0.0", "0.0.1", "0.1.0", "0.1.1", "0.2.0"),
+        "0.0.0",
+        "0.0.1",
+        "0.1.0",
+        "0.1.1",
+        "0.2.0",
     ]
 
 

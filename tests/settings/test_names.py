@@ -72,8 +72,15 @@ def test_answers_name_settings_that_exist_and_no_name_twice(builder: ModuleType)
     pinned = {name for framework in FRAMEWORKS for name in names_of(framework, builder)}
     # Former and colloquial names; what else is not pinned stands for a table of pinned ones.
     older = {
-        *("chat_template_path", "max_prompt_length", "warmup_ratio", "tensor_parallel_size"),
-        *("lr_scheduler", "group_size", "max_turns", "cliprange", "tis_imp_ratio_cap"),
+        "chat_template_path",
+        "max_prompt_length",
+        "warmup_ratio",
+        "tensor_parallel_size",
+        "lr_scheduler",
+        "group_size",
+        "max_turns",
+        "cliprange",
+        "tis_imp_ratio_cap",
     }
     for name in seen - pinned:
         table = name.removesuffix("*")
@@ -148,7 +155,9 @@ def test_tables_of_verl_in_a_recipe_are_answered_name_by_name(tmp_path: Path) ->
     )
     lines = refused(recipe).splitlines()
     assert [line.split("'")[1] for line in lines] == [
-        *("actor_rollout_ref.actor.optim.lr", "data.train_files", "trainer.foo")
+        "actor_rollout_ref.actor.optim.lr",
+        "data.train_files",
+        "trainer.foo",
     ]
     assert "learn.lr" in lines[0] and "tasks.dataset.train" in lines[1]
     assert lines[2] == f"{recipe}: unknown setting 'trainer.foo'."

@@ -141,8 +141,14 @@ def test_grafted_steps_are_not_the_agents() -> None:
 def test_columns_arrive_as_they_stand() -> None:
     seen, _ = seen_by("chat", SAID["chat"])
     assert set(seen) == {
-        *("prompts", "completions", "completion_ids", "trajectories", "reference"),
-        *("question", "solution", "tags"),
+        "prompts",
+        "completions",
+        "completion_ids",
+        "trajectories",
+        "reference",
+        "question",
+        "solution",
+        "tags",
     }
     assert (seen["solution"], seen["tags"]) == ([42], [["sum", "easy"]])
     assert seen["question"] == seen["prompts"] == ["What is 6 * 7?"]

@@ -312,7 +312,14 @@ def test_a_branch_begins_in_the_state_of_its_step(made: type) -> None:
     grower = make(made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3)
     tree = grow(grower)
     assert [step.id for step in tree.steps[1:]] == [
-        *("0.0", "0.0.0", "0.0.0.0", "0.0.0.0.0", "0.0.0.1", "0.0.0.1.0", "0.0.0.2", "0.0.0.2.0"),
+        "0.0",
+        "0.0.0",
+        "0.0.0.0",
+        "0.0.0.0.0",
+        "0.0.0.1",
+        "0.0.0.1.0",
+        "0.0.0.2",
+        "0.0.0.2.0",
     ]
     assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] * 3
     assert [leaf.reward for leaf in tree.leaves] == [1.0] * 3

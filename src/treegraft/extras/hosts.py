@@ -169,9 +169,22 @@ COMMON = (
 )
 """Settings that no such trainer can have another value of."""
 KNOWN_LOSS = (
-    *("aggregation", "objective", "clip_low", "clip_high", "kept_low", "dual_clip"),
-    *("old_logprobs", "engine_ratio_cap", "engine_ratio", "kl_coef", "length_constant"),
-    *("learn_from_truncated", "shaping_weight", "graft_coef", "graft_form"),
-    *("lesson_coef", "entropy_coef"),
+    "aggregation",
+    "objective",
+    "clip_low",
+    "clip_high",
+    "kept_low",
+    "dual_clip",
+    "old_logprobs",
+    "engine_ratio_cap",
+    "engine_ratio",
+    "kl_coef",
+    "length_constant",
+    "learn_from_truncated",
+    "shaping_weight",
+    "graft_coef",
+    "graft_form",
+    "lesson_coef",
+    "entropy_coef",
 )
 """Settings of [loss] that are derived, used, idle or refused by name; others are of plugins."""

@@ -15,8 +15,19 @@ from treegraft.parts import RunReader, Trained, commands, errors, plain, setting
 
 CARD = "README.md"
 SHOWN = (
-    *("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval"),
-    *("credit", "loss", "learn", "warmup"),
+    "run",
+    "model",
+    "tasks",
+    "format",
+    "reward",
+    "explore",
+    "buffer",
+    "rollout",
+    "eval",
+    "credit",
+    "loss",
+    "learn",
+    "warmup",
 )
 """Tables of settings that a card holds; those of tools and environments may name private
 services."""

@@ -138,7 +138,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             tokenizer: Any = AutoTokenizer.from_pretrained(self.recipe.model.path)
             settings = self.recipe.engine
             engine = served.ServerEngine(
-                *(None, tokenizer),
+                None,
+                tokenizer,
                 end_ids=(),
                 capacity=settings.max_rows,
                 deadline_s=settings.deadline_s,

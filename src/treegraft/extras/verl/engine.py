@@ -64,7 +64,8 @@ class ServerEngine(served.ServerEngine):
         max_context: longest path in tokens.
         """
         super().__init__(
-            *(None, tokenizer),
+            None,
+            tokenizer,
             end_ids=list(end_ids),
             capacity=settings.max_rows,
             max_context=max_context,

@@ -84,7 +84,11 @@ class TreeKernels:
         )
         self._backward = declared(
             library.tg_tree_backward,
-            *(plan, *[_Rows] * 3, *[POINTER] * 2, _Rows, *[POINTER] * 3),
+            plan,
+            *[_Rows] * 3,
+            *[POINTER] * 2,
+            _Rows,
+            *[POINTER] * 3,
             returns=LONG,
         )
         self.is_usable = declared(library.tg_tree_step, returns=LONG)() > 0

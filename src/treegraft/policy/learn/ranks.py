@@ -146,8 +146,12 @@ class Ranks:
     def _meet(self, config: Config) -> list[Peer]:
         """Tells the others of this process, and returns them once rank 0 has found all alike."""
         hello = Hello(
-            *(socket.gethostname(), os.getpid(), _versions(), code_checksum()),
-            *(config_json(config), _process_space()),
+            socket.gethostname(),
+            os.getpid(),
+            _versions(),
+            code_checksum(),
+            config_json(config),
+            _process_space(),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
