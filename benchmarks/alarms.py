@@ -23,7 +23,8 @@ from treegraft.parts import RunReader
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS = range(6)
 NUM_UPDATES = 24
-WINDOW, SHARE = 3, 0.5
+WINDOW = 3
+SHARE = 0.5
 PREFIX = "health/"
 
 

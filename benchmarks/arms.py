@@ -42,7 +42,8 @@ from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.output_head import OutputHead, base_model, decoder
 from treegraft.policy.shapes import VOCAB_CHUNK
 
-ROWS, PACKED = "rows, no padding", "packed"
+ROWS = "rows, no padding"
+PACKED = "packed"
 """Rows whose logits exist at once, in every arm."""
 
 
@@ -83,7 +84,8 @@ class VarlenPlan:
         """Returns [tokens, heads, width]; windows, caps and sinks are not supported."""
         self.num_calls += 1
         if self._keys is not None:
-            key, value = key.index_select(1, self._keys), value.index_select(1, self._keys)
+            key = key.index_select(1, self._keys)
+            value = value.index_select(1, self._keys)
         if query.is_cuda and query.dtype.itemsize == 2:
             return self._varlen(query, key, value, options.scaling)
         return self._segment_by_segment(query, key, value, options.scaling)
@@ -131,7 +133,8 @@ _ANNOUNCES_GROUPS = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[heads, queries, width] of the last tokens of a path on all of them."""
-    own, seen = query.shape[1], key.shape[1]
+    own = query.shape[1]
+    seen = key.shape[1]
     mask = None
     if own != seen:
         mask = torch.ones(own, seen, dtype=torch.bool, device=query.device).tril(seen - own)
@@ -158,7 +161,8 @@ class PackedArm:
     def __init__(
         self, model: Any, trees: Sequence[Tree], max_tokens: int, plan_of: Callable[..., Plan]
     ) -> None:
-        self._model, self._plan_of = model, plan_of
+        self._model = model
+        self._plan_of = plan_of
         self._head = OutputHead(model)
         parts = [part for tree in trees for part in split_tree(tree, max_tokens)]
         groups = plan_packs([num_tree_tokens(part) for part in parts], max_tokens)

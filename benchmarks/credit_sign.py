@@ -164,7 +164,8 @@ class Valued:
             self.budget.max_leaves += self.num_rollouts * (1 + len(steps))
             return Start(self.num_rollouts)
         # In parts: all at once would be more paths than the engine holds.
-        part, self.queue = self.queue[:8], self.queue[8:]
+        part = self.queue[:8]
+        self.queue = self.queue[8:]
         return part or Start(0)
 
 
@@ -249,7 +250,8 @@ def moves_of(path: Trajectory) -> Iterator[tuple[Step, str]]:
     left = distances_left(path.task, flat)
     done = 0
     for step, made in zip(steps, bodies, strict=True):
-        before, after = left[done], left[done + len(made)]
+        before = left[done]
+        after = left[done + len(made)]
         done += len(made)
         if len(made) == 1 and step.content.observations and any(step.sampled_mask):
             yield step, kind_of(before, after)
@@ -275,7 +277,8 @@ def counted(
 ) -> tuple[Counter[str], Counter[str]]:
     """Returns the contributions of a tree by kind of move and sign of credit ("right+"), and those
     with a measured advantage by its sign and that of the credit ("up-")."""
-    optimal, agent = Counter[str](), Counter[str]()
+    optimal = Counter[str]()
+    agent = Counter[str]()
     for path in tree.trajectories():
         for step, kind in moves_of(path):
             given = credit_of(step, path)

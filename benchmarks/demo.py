@@ -33,8 +33,11 @@ METHODS: Mapping[str, Sequence[str]] = {
 """Method -> overrides of the recipe. The Makefile has the first and the last; the paper's RAPO has
 no loss on grafts."""
 NUM_SEEDS = 10
-ACCURACY, GREEDY = "eval/accuracy_sampled", "eval/accuracy"
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+ACCURACY = "eval/accuracy_sampled"
+GREEDY = "eval/accuracy"
+CALLS = "rollout/num_tool_calls"
+TOKENS = "rollout/num_sampled_tokens"
+SECONDS = "time/cpu_s"
 LAST_ONLY = ("eval.every=0", "eval.at_start=false")
 Line = dict[str, Any]
 

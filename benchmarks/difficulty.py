@@ -18,7 +18,9 @@ from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.search.encoders import build_encoder
 
 RATES = {1: 0.95, 3: 0.3, 4: 0.1, 5: 0.02}
-NUM_TASKS, NUM_SETS, NUM_LEAVES = 600, 20, 16
+NUM_TASKS = 600
+NUM_SETS = 20
+NUM_LEAVES = 16
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ def ended(*arguments: str) -> Ended:
 
 def recipe(draw: random.Random, folder: Path, _: Path) -> Ended:
     """One of ours with parts left out and others put in, or with any bytes."""
-    path, text = folder / "r.toml", draw.choice(RECIPES).read_text(encoding="utf-8")
+    path = folder / "r.toml"
+    text = draw.choice(RECIPES).read_text(encoding="utf-8")
     for _change in range(draw.randint(1, 4)):
         start = draw.randint(0, len(text))
         text = text[:start] + draw.choice(JUNK) + text[start + draw.randint(0, 200) :]
@@ -107,7 +108,8 @@ def recipe(draw: random.Random, folder: Path, _: Path) -> Ended:
 
 def tasks(draw: random.Random, folder: Path, _: Path) -> Ended:
     """Lines of tasks, which are checked and trained on: no update, but all prompts are measured."""
-    path, recipe = folder / "rows.jsonl", folder / "r.json"
+    path = folder / "rows.jsonl"
+    recipe = folder / "r.json"
     damage(path, drawn(draw, path.name))
     if (checked := ended("data", "check", str(path))).how == "wrong":
         return checked
@@ -230,7 +232,8 @@ def main() -> None:
     # Spread, so that a part of the campaign is a part of each kind.
     random.Random(asked.seed).shuffle(wanted)
     with tempfile.TemporaryDirectory() as place:
-        material, undisturbed = Path(place) / "material", Path(place) / "undisturbed"
+        material = Path(place) / "material"
+        undisturbed = Path(place) / "undisturbed"
         make_material(material)
         shutil.copytree(material, undisturbed)
         assert ended("train", "--resume", str(undisturbed / "a")).how == "accepted"

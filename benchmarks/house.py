@@ -89,7 +89,8 @@ def imports_of(modules: Mapping[str, str]) -> dict[str, set[str]]:
 
 def below(module: str, drawn: Mapping[str, set[str]]) -> set[str]:
     """Returns a module and all that it imports, directly or not."""
-    found, waiting = set(), [module]
+    found = set()
+    waiting = [module]
     while waiting:
         one = waiting.pop()
         if one not in found:

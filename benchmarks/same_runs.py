@@ -88,7 +88,8 @@ def is_same(one: float, other: float) -> bool:
 
 def differences(before: Path, after: Path) -> Iterator[str]:
     """Yields a sentence for each difference between two runs."""
-    old_trees, new_trees = trees_of(before), trees_of(after)
+    old_trees = trees_of(before)
+    new_trees = trees_of(after)
     if sorted(old_trees) != sorted(new_trees):
         yield f"trees: {sorted(old_trees)} before, {sorted(new_trees)} after"
     for name in sorted(old_trees.keys() & new_trees.keys()):
@@ -166,7 +167,8 @@ def main() -> int:
     after = Path(tempfile.mkdtemp(prefix="after-", dir=work)).resolve()
     num_different = 0
     for method in asked.only or METHODS:
-        old, new = work.resolve() / f"runs-{asked.before}" / method, after / method
+        old = work.resolve() / f"runs-{asked.before}" / method
+        new = after / method
         run_method(code, method, old, options)
         run_method(ROOT, method, new, options + asked.after)
         found = list(differences(old, new))

@@ -47,8 +47,11 @@ from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
 
 Vectors = npt.NDArray[np.float32]
 
-SEED, NUM_CLIENTS, TOP_K = 0, 32, 3
-PART, BLOCK = 512, 16_384
+SEED = 0
+NUM_CLIENTS = 32
+TOP_K = 3
+PART = 512
+BLOCK = 16_384
 """Passages embedded, and vectors perturbed, at a time."""
 TOPICS = (
     "a river",
@@ -92,7 +95,9 @@ class Uncached:
     """An encoder that forgets, so that asking twice costs twice."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self._encoder, self.name, self.dim = encoder, encoder.name, encoder.dim
+        self._encoder = encoder
+        self.name = encoder.name
+        self.dim = encoder.dim
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Returns [texts, dim] of unit length."""
@@ -109,7 +114,9 @@ class OneAtATime:
     def __init__(self, corpus: Corpus, blocks: Iterable[Vectors], encoder: Encoder) -> None:
         import faiss
 
-        self._corpus, self._encoder, self._lock = corpus, encoder, threading.Lock()
+        self._corpus = corpus
+        self._encoder = encoder
+        self._lock = threading.Lock()
         self._index = faiss.IndexFlatIP(encoder.dim)
         for block in blocks:
             self._index.add(block)
@@ -150,7 +157,8 @@ def texts(num: int, seed: int) -> Iterator[str]:
 def embedded(num: int, encoder: Encoder, folder: Path) -> Vectors:
     """Returns [num, dim], embedded once; what is done lies in the folder part by part, so that a
     stopped run goes on."""
-    passages, parts = list(texts(num, SEED)), []
+    passages = list(texts(num, SEED))
+    parts = []
     for first in range(0, num, PART):
         path = folder / f"passages-{encoder.name}-{first}-{min(first + PART, num)}.npy"
         if not path.exists():
@@ -179,7 +187,8 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
 
     Memory holds one block, and the lists while they are made.
     """
-    corpus, done = folder / "corpus.jsonl", folder / "done"
+    corpus = folder / "corpus.jsonl"
+    done = folder / "done"
     if done.exists():
         return corpus
     folder.mkdir(parents=True, exist_ok=True)

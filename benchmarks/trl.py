@@ -84,7 +84,8 @@ class Turns(TrainerCallback):
     """Lets an optimiser step of TRL's loop begin when it is its turn."""
 
     def __init__(self) -> None:
-        self.may, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.may = threading.Semaphore(0)
+        self.done = threading.Semaphore(0)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.may.acquire()

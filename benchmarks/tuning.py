@@ -21,7 +21,8 @@ from treegraft.extras.lab.study.results import CALLS, SECONDS, key_of, known_run
 from treegraft.extras.statistics import accuracy_at
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "tuning.toml"
-BUDGET, TIE = 4000, 0.01
+BUDGET = 4000
+TIE = 0.01
 
 
 class Tuned(NamedTuple):
@@ -37,7 +38,8 @@ class Tuned(NamedTuple):
 
 def chosen_of(accuracies: dict[str, float]) -> str:
     """Returns the setting with the highest mean; the first one where it is within the tie."""
-    first, best = next(iter(accuracies)), max(accuracies, key=accuracies.__getitem__)
+    first = next(iter(accuracies))
+    best = max(accuracies, key=accuracies.__getitem__)
     return best if accuracies[best] > accuracies[first] + TIE else first
 
 
@@ -59,7 +61,8 @@ def tuned(study: Path = STUDY) -> dict[str, Tuned]:
         ends = []
         for key in keys:
             curve = lines[key]["curve"]
-            costs, values = [one[CALLS] for one in curve], [one["accuracy"] for one in curve]
+            costs = [one[CALLS] for one in curve]
+            values = [one["accuracy"] for one in curve]
             at = accuracy_at(costs, values, BUDGET)
             if at is None:
                 raise SystemExit(f"{arm}, {key[0]}, pair {key[2]} ended before {BUDGET} calls")

@@ -65,7 +65,8 @@ class Code:
 
     def _read_class(self, place: Place, node: ast.ClassDef) -> None:
         """Takes the bases and fields of a class, and what its methods put into `self`."""
-        module, known = place[0], self.classes[place]
+        module = place[0]
+        known = self.classes[place]
         for base in node.bases:
             found = self.annotated(module, base)
             if found is not None and found != place:
@@ -111,7 +112,8 @@ class Code:
 
     def kinds(self, module: str, name: str) -> dict[str, Place]:
         """Returns the classes of a function's parameters and local names, where they are known."""
-        function, found = self.functions[module, name], {}
+        function = self.functions[module, name]
+        found = {}
         own, _, _ = name.rpartition(".")
         for argument in parameters(function):
             kind = self.annotated(module, argument.annotation)
@@ -255,7 +257,8 @@ def stays_of(code: Code, start: Stay, is_end: Callable[[str], bool]) -> set[Stay
     """
     places = [place for place in code.functions if not is_end(place[0])]
     walk = _Walk(code)
-    stays, waiting = {start}, [start]
+    stays = {start}
+    waiting = [start]
     while waiting:
         found: set[Stay] = set()
         while waiting:

@@ -144,7 +144,8 @@ def workloads(scale: float = 1.0) -> Mapping[str, Workload]:
     def size(count: int) -> int:
         return max(3, round(count * scale))
 
-    prompt, path = size(2000), size(3400)
+    prompt = size(2000)
+    path = size(3400)
     return {
         "D": Workload("deep branches", branched(prompt, path, 2, 16, 0.75)),
         "S": Workload(

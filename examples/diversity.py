@@ -15,7 +15,8 @@ from sklearn.cluster import DBSCAN
 from treegraft import Trajectory, read_trees
 from treegraft.parts import GraftCause, build_encoder
 
-MIN_SAMPLES, MOST = 3, 200
+MIN_SAMPLES = 3
+MOST = 200
 
 
 def text_of(path: Trajectory) -> str:
@@ -51,7 +52,8 @@ if __name__ == "__main__":
             grafts = [step for step in path.steps if isinstance(step.cause, GraftCause)]
             name = f"{run} {'hybrid' if grafts else 'on-policy'}"
             sets.setdefault(name, []).append(text_of(path))
-    num, encoder = min(MOST, *map(len, sets.values())), build_encoder("hashing")
+    num = min(MOST, *map(len, sets.values()))
+    encoder = build_encoder("hashing")
     chosen = {name: random.Random(0).sample(texts, num) for name, texts in sets.items()}
     found = {name: distances(encoder.encode(texts)) for name, texts in chosen.items()}
     for name, matrix in found.items():

@@ -38,11 +38,10 @@ class Retry(Independent):
 def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
     """Returns agents that forget the relation in every other first search, and then guess or search
     again."""
-    guess, search = "<answer> \\boxed{ e0 } </answer>", "<search> {entity} {relation} </search>"
-    first, second = (
-        cycle(["<search> {entity} </search>", search]),
-        cycle([guess, search, search, guess]),
-    )
+    guess = "<answer> \\boxed{ e0 } </answer>"
+    search = "<search> {entity} {relation} </search>"
+    first = cycle(["<search> {entity} </search>", search])
+    second = cycle([guess, search, search, guess])
 
     def agent(path: str) -> str:
         relation, _, entity, *_ = path.split()  # "r1 of e42 ?"

@@ -18,7 +18,10 @@ class Larger(OpenTasks):
     `treegraft.core.interfaces.TaskSource`."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int, largest: int) -> None:
-        self.seed, self.num_train, self.num_eval, self.largest = seed, num_train, num_eval, largest
+        self.seed = seed
+        self.num_train = num_train
+        self.num_eval = num_eval
+        self.largest = largest
 
     def _tasks(self, purpose: str, num: int, seed: int = 0) -> list[Task]:
         rng = random.Random(f"{self.seed} {purpose} {seed}")

@@ -67,7 +67,8 @@ def test_adapters_change_the_learners_model_and_not_the_engines() -> None:
 
     with Session(config) as session:
         engine: Any = session.engine
-        ours, theirs = session.learner.model.state_dict(), engine.model.state_dict()
+        ours = session.learner.model.state_dict()
+        theirs = engine.model.state_dict()
         for name, tensor in session.learner.weights():
             torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
         assert any("lora_" in name for name in ours)

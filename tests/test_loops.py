@@ -52,7 +52,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tables_of(name: str, start: Path, folder: Path) -> dict[str, Any]:
     run = {"dir": str(folder), "num_updates": NUM_UPDATES, "name": "run", "tasks_per_update": 6}
-    model, warmup = {"path": str(start)}, {"num_steps": 0}
+    model = {"path": str(start)}
+    warmup = {"num_steps": 0}
     evaluation = {"every": 0, "at_start": False, "at_end": False}
     return tiny(**TABLES[name], run=run, model=model, warmup=warmup, eval=evaluation)
 
@@ -79,9 +80,11 @@ def test_law_18_a_loop_equals_train(name: str, start: Path, tmp_path: Path) -> N
     assert any(line["learn/grad_norm"] > 0 for line in lines)
     assert MARKS[name](lines)
 
-    ours, theirs = files(tmp_path / "agent"), files(trained.checkpoint_dir)
+    ours = files(tmp_path / "agent")
+    theirs = files(trained.checkpoint_dir)
     # What a run keeps in its folder, a loop keeps in its checkpoint.
-    reference, traces = ours.pop("treegraft/reference.safetensors", None), trained.run_dir / BUFFER
+    reference = ours.pop("treegraft/reference.safetensors", None)
+    traces = trained.run_dir / BUFFER
     if reference is not None:
         of_run = trained.run_dir / "reference" / "reference.safetensors"
         assert reference == of_run.read_bytes()

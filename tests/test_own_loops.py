@@ -117,7 +117,8 @@ def test_two_sessions_share_nothing() -> None:
     def grown(session: Session) -> list[Any]:
         return tokens(grow(session, session.tasks[:2], 3))
 
-    one, other = load_config(tiny(**SMALL)), load_config(tiny(**SMALL, explore={"num_leaves": 3}))
+    one = load_config(tiny(**SMALL))
+    other = load_config(tiny(**SMALL, explore={"num_leaves": 3}))
     with opened(one) as session:
         alone = [grown(session)]
     with opened(other) as session:
@@ -220,7 +221,8 @@ def test_weights_are_published_whole_or_not_at_all() -> None:
     with opened(tiny(**SMALL)) as session:
         named = dict(session.learner.weights())
         session.sync_weights(4, {name: weight + 0.5 for name, weight in named.items()})
-        held, found = session.engine.fingerprint, grow(session, session.tasks[:1], 1)
+        held = session.engine.fingerprint
+        found = grow(session, session.tasks[:1], 1)
         assert {step.policy_version for step in found[0].steps[1:]} == {4}
         named.popitem()
         with pytest.raises(EngineError):
@@ -285,7 +287,8 @@ def test_a_buffers_file_is_never_written_to(scripted: Any, tmp_path: Path, num_b
         assert buffer is not None
         buffer.copy_to(made)
     with TraceBuffer(made, "hashing") as buffer:
-        before, traces = buffer.checksum(), len(buffer)
+        before = buffer.checksum()
+        traces = len(buffer)
     table = {"path": str(made), "encoder": "hashing", "grow": {"num_best": num_best}}
     with opened(tiny(**GRAFTED | {"buffer": table}), engine=scripted()) as session:
         trees = grow(session, session.tasks[:3], 1)

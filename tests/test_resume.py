@@ -421,7 +421,8 @@ def test_other_signals_save_too_and_a_second_one_changes_nothing(
         with pytest.raises(Ended) as ended:
             train(settings, display=PlainDisplay(sys.stdout))
     assert exit_status(ended.value) == 128 + number and signal.getsignal(number) is handler
-    name, printed = signal.Signals(number).name, capsys.readouterr().out
+    name = signal.Signals(number).name
+    printed = capsys.readouterr().out
     assert f"got {name}; stopping and saving" in printed and "stopped at once" not in printed
     assert (
         f"interrupted and saved; go on with: treegraft train --resume {tmp_path / 'a'}" in printed

@@ -139,7 +139,8 @@ def traces_of(file: Path) -> list[str]:
 
 def differing(ours: Path, theirs: Path) -> list[str]:
     """Returns the files in which two checkpoints differ."""
-    found, expected = saved(ours), saved(theirs)
+    found = saved(ours)
+    expected = saved(theirs)
     return sorted(
         name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
     )

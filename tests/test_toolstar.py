@@ -153,7 +153,8 @@ def test_prompts_are_our_system_prompt_and_the_question(made: Made) -> None:
 def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
     tokenizer = made[2]
     for number, path in paths(made):
-        reference, question = path.task.reference[0], clean(path.task.question)
+        reference = path.task.reference[0]
+        question = clean(path.task.question)
         for count, (step, text) in enumerate(
             zip(path.steps[1:], written(tokenizer, path, Origin.POLICY), strict=True)
         ):
@@ -177,7 +178,8 @@ def test_results_are_what_the_tools_give(made: Made) -> None:
     from treegraft.extras.search.local import open_corpus
     from treegraft.tools.search.tool import SearchTool
 
-    tokenizer, search = made[2], SearchTool(open_corpus(str(made[1])), top_k=3)
+    tokenizer = made[2]
+    search = SearchTool(open_corpus(str(made[1])), top_k=3)
     python = MontyTool(PythonToolSettings())
     kinds: set[str] = set()
 

@@ -109,7 +109,8 @@ NARROW: dict[str, Any] = {
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], set[int]]:
     """The warm-up's optimiser steps and the updates' whose gradient has a NaN."""
-    in_warmup, in_updates = set[int](), set[int]()
+    in_warmup = set[int]()
+    in_updates = set[int]()
     plain = MasterAdamW.step
 
     def step(optimiser: MasterAdamW, *args: Any) -> float:
@@ -509,7 +510,8 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
     async def lies(self: NativeEngine, source: WeightSource, version: int) -> None:
         if version == 0:
             await publish(self, source, version)
-        self.policy_version, self.fingerprint = version, ""
+        self.policy_version = version
+        self.fingerprint = ""
 
     monkeypatch.setattr(NativeEngine, "publish", lies)
     display = Recorder()
@@ -565,7 +567,8 @@ def test_a_long_wait_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, count = NativeEngine._step, 0
+    step = NativeEngine._step
+    count = 0
 
     def dies(self: NativeEngine) -> None:
         nonlocal count
@@ -590,7 +593,8 @@ def test_an_engine_that_dies_in_the_rollout_costs_no_update(
 ) -> None:
     settings = {"checkpoint": {"every": 0}}
     whole = start(tmp_path, "whole", **settings)
-    admit, display = NativeEngine._admit, Recorder()
+    admit = NativeEngine._admit
+    display = Recorder()
 
     def dies(self: NativeEngine) -> None:
         if self.policy_version == 1:
@@ -624,7 +628,8 @@ def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(
     async def dies(self: NativeEngine, source: WeightSource, version: int) -> None:
         if version == 2:
             raise EngineError("out of memory")
-        self.policy_version, self.fingerprint = version, source.fingerprint
+        self.policy_version = version
+        self.fingerprint = source.fingerprint
 
     display = Recorder()
     with monkeypatch.context() as patch:

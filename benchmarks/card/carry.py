@@ -181,7 +181,8 @@ def lacking() -> list[str]:
 
 def _join() -> None:
     """Puts the weights together once all pieces are here."""
-    facts, weights = MODEL / "weights.json", MODEL / WEIGHTS
+    facts = MODEL / "weights.json"
+    weights = MODEL / WEIGHTS
     if weights.exists() or not facts.exists():
         return
     known = json.loads(facts.read_text(encoding="utf-8"))

@@ -40,7 +40,8 @@ from treegraft.policy.noise import philox_4x32, philox_gumbels
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import EngineSettings, LearnSettings, LossSettings, NativeSettings
 
-NAME, SMALL = "qwen2.5-1.5b", "smollm2-135m"
+NAME = "qwen2.5-1.5b"
+SMALL = "smollm2-135m"
 _LAYERS = 4
 HEADS: Mapping[str, tuple[int, int, int]] = {
     "SmolLM2-135M": (9, 3, 64),
@@ -71,7 +72,8 @@ def correct(bench: Bench) -> list[Work]:
 
 def _ceilings(bench: Bench) -> None:
     """Products and copies, against the data sheet."""
-    card, size = bench.card, bench.pick(8192, 64)
+    card = bench.card
+    size = bench.pick(8192, 64)
     # Random numbers: a card is faster on zeros.
     a, b = torch.randn(2, size, size, device=bench.device, dtype=torch.bfloat16)
     a @ b
@@ -125,7 +127,8 @@ def _masks(bench: Bench) -> None:
     size = load.unique.tokens
     batch = pack_trees(load.trees(bench.tokens(NAME, 0, 1 << 13)))
     plan = PackedPlan(batch, flex=flex_attention)
-    nodes, total = plan._nodes, plan.inputs[0].numel()
+    nodes = plan._nodes
+    total = plan.inputs[0].numel()
     for window in (None, size // 16):
         seconds = bench.timed(lambda w=window: tree_block_mask(nodes, w, bench.device))  # type: ignore[misc]
         ours = tree_block_mask(nodes, window, bench.device)

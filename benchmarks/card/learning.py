@@ -24,7 +24,8 @@ from treegraft.settings.policy import LearnSettings, LoraSettings, ModelSettings
 MAX_TOKENS = 1 << 16
 """Of a micro-batch, in every arm."""
 OTHER_TILES = "packed, torch's tiles"
-SMALL, LARGE = "qwen2.5-1.5b", "qwen3-4b"
+SMALL = "qwen2.5-1.5b"
+LARGE = "qwen3-4b"
 RANKS: Mapping[str, int] = {SMALL: 0, LARGE: 16}
 """Of the adapters; 0: all weights learn."""
 CELLS: Sequence[tuple[str, str, Sequence[str]]] = (
@@ -115,7 +116,8 @@ def cell(
     operations that the unique tokens need (activations that are computed again are not counted),
     how many times as fast as rows without padding, and how much that is of the most that sharing
     allows, the ratio of operations."""
-    unique, flat = operations(shape, load.unique), operations(shape, load.flat)
+    unique = operations(shape, load.unique)
+    flat = operations(shape, load.flat)
     found: dict[str, float | None] = {
         "raw_tokens_s": load.flat.tokens / seconds,
         "unique_tokens_s": load.unique.tokens / seconds,
@@ -132,7 +134,8 @@ def cell(
 
 def operations(shape: ModelShape, counts: Counts) -> float:
     """Returns the operations of one forward pass."""
-    seen, scored = counts.pairs / counts.tokens, counts.scored / counts.tokens
+    seen = counts.pairs / counts.tokens
+    scored = counts.scored / counts.tokens
     return forward_flops(shape, seen, scored) * counts.tokens
 
 

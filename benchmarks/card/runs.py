@@ -29,7 +29,8 @@ SHOWN = (
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-TINY_RECIPE, AGENT_RECIPE = "recipes/demo.toml", "recipes/smollm2_search.toml"
+TINY_RECIPE = "recipes/demo.toml"
+AGENT_RECIPE = "recipes/smollm2_search.toml"
 
 
 def tiny(bench: Bench) -> list[Work]:
@@ -141,7 +142,8 @@ def _train(bench: Bench, what: str, recipe: str, settings: Sequence[str]) -> Non
 
 def curve(values: Sequence[float]) -> str:
     """Returns the numbers as bars between their smallest and their largest one."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     steps = [round((one - low) / (high - low or 1.0) * (len(_BARS) - 1)) for one in values]
     bars = "".join(_BARS[step] for step in steps)
     return f"{bars} from {values[0]:.4g} to {values[-1]:.4g}"

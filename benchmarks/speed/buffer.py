@@ -34,8 +34,12 @@ from treegraft.traces.buffer import TraceBuffer
 
 Vectors = npt.NDArray[np.float32]
 
-SEED, DIM, BATCH = 0, 384, 64
-NUM_REAL, NUM_QUERIES, NUM_TRACES = 20_000, 1_000, 170_000
+SEED = 0
+DIM = 384
+BATCH = 64
+NUM_REAL = 20_000
+NUM_QUERIES = 1_000
+NUM_TRACES = 170_000
 RESULT_CHARACTERS = 300
 """Of a recorded search, in a key."""
 KEYS = (1, 4, 16, 64)
@@ -85,7 +89,8 @@ def cases(stage: Stage) -> Mapping[str, Case]:
 class Given:
     """Stands in for MiniLM: the vector of "n\\n..." is row n."""
 
-    name, dim = "minilm", DIM
+    name = "minilm"
+    dim = DIM
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = vectors
@@ -129,7 +134,8 @@ def _search(stage: Stage) -> Iterator[Row]:
 
 def _file(stage: Stage) -> Iterator[Row]:
     """Adding and opening, without embedding, against what the file itself costs."""
-    stock, path = _stock(stage), _fresh(stage)
+    stock = _stock(stage)
+    path = _fresh(stage)
     traces = stock.traces()
 
     def add(_: int) -> None:
@@ -182,7 +188,8 @@ def _file(stage: Stage) -> Iterator[Row]:
 def _embedding(stage: Stage) -> Iterator[Row]:
     """Embedding new keys of some 80 tokens by MiniLM, as many as ask together, in the type that is
     taken here against float32."""
-    ours, plain = build_encoder("minilm"), build_encoder("minilm", dtype="float32")
+    ours = build_encoder("minilm")
+    plain = build_encoder("minilm", dtype="float32")
     value = "What the agent thought, called and saw in about eighty tokens. " * 6
 
     def texts(count: int, run: int) -> list[str]:
@@ -253,7 +260,8 @@ def _stock(stage: Stage) -> Stock:
     data = os.environ.get("TREEGRAFT_DATA")
     if data and not stage.is_quick:
         folder = Path(data)
-        keys, real = real_keys(folder), real_vectors(stage, folder, stage.folder / "keys.npy")
+        keys = real_keys(folder)
+        real = real_vectors(stage, folder, stage.folder / "keys.npy")
         return Stock(grown(real[:NUM_REAL], num), real[NUM_REAL:], tuple(keys[:NUM_REAL]))
     stage.note("vectors are generated; with $TREEGRAFT_DATA they are those of real keys")
     words = tuple(
@@ -322,7 +330,8 @@ def real_vectors(stage: Stage, data: Path, path: Path) -> Vectors:
     if path.exists():
         loaded: Vectors = np.load(path)
         return loaded
-    keys, encoder = real_keys(data), build_encoder("minilm")
+    keys = real_keys(data)
+    encoder = build_encoder("minilm")
     # Neighbours of like length share a forward pass.
     order = sorted(range(len(keys)), key=lambda place: len(keys[place]))
     partial_path = path.with_suffix(".partial.npy")

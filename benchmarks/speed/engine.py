@@ -28,7 +28,8 @@ from treegraft.policy.engine.forward import FusedForward, build_forward, model_k
 from treegraft.policy.engine.packed import PackedLinears, Product, product_kind
 from treegraft.policy.output_head import base_model
 
-PROMPT, TOKENS = 200, 128
+PROMPT = 200
+TOKENS = 128
 GROUPS = (16, 64)
 ROWS = (1, 4, 8, 16, 64, 256)
 
@@ -52,7 +53,8 @@ def cases(stage: Stage) -> Mapping[str, Case]:
 
 def _group(stage: Stage, rows: int) -> Iterator[Row]:
     """Sampling for one prompt, against both peers in one run."""
-    prompt, tokens = stage.pick(PROMPT, 20), stage.pick(TOKENS, 8)
+    prompt = stage.pick(PROMPT, 20)
+    tokens = stage.pick(TOKENS, 8)
     with ExitStack() as stack:
         ours = stack.enter_context(stage.engine())
         server = stack.enter_context(stage.vllm())
@@ -182,11 +184,10 @@ def _tree_rows(
     yield time_row(
         what, "the same leaves sampled apart on our engine", seconds["tree"], seconds["apart"]
     )
-    unique, apart = length + plan.num_tokens, length + flat.num_tokens
-    cost, share = (
-        statistics.median(seconds["tree"]) / statistics.median(seconds["apart"]),
-        unique / apart,
-    )
+    unique = length + plan.num_tokens
+    apart = length + flat.num_tokens
+    cost = statistics.median(seconds["tree"]) / statistics.median(seconds["apart"])
+    share = unique / apart
     yield Row(
         what=f"{several}: its share of the time of leaves sampled apart",
         against=f"its share of their tokens, {unique} of {apart}, the prompt counted once in both",
@@ -255,7 +256,9 @@ async def _grow(
 
 def _limit(stage: Stage) -> Iterator[Row]:
     """A step of a large group against the time of its matrix products alone."""
-    prompt, tokens, rows = stage.pick(PROMPT, 20), stage.pick(TOKENS, 8), stage.pick(64, 4)
+    prompt = stage.pick(PROMPT, 20)
+    tokens = stage.pick(TOKENS, 8)
+    rows = stage.pick(64, 4)
     products = MatrixProducts(stage.load()[0], rows)
     with stage.engine() as ours:
         sides = {
@@ -283,7 +286,8 @@ def _limit(stage: Stage) -> Iterator[Row]:
 def _products(stage: Stage, rows: int) -> Iterator[Row]:
     """Our products against the matrix library's, for every linear layer of the model in turn."""
     model = stage.load()[0]
-    ours, library = product_kind(model, model_kernels(model)), product_kind(model, None)
+    ours = product_kind(model, model_kernels(model))
+    library = product_kind(model, None)
     if ours == library:
         stage.note("left out: no products of ours for this processor and type")
         return

@@ -58,7 +58,8 @@ def curve_rows(
         seconds: of each label's runs.
     """
     first = min(points, key=lambda label: points[label])
-    base, num_runs = statistics.median(seconds[first]), len(seconds[first])
+    base = statistics.median(seconds[first])
+    num_runs = len(seconds[first])
     medians = {label: statistics.median(times) for label, times in seconds.items()}
     for label, size in points.items():
         fair = base * size / points[first]
@@ -88,17 +89,21 @@ def curve_rows(
 
 
 def _group_trees(stage: Stage) -> dict[str, Tree]:
-    sizes, prompt, tokens = stage.pick(GROUPS, (2, 4)), stage.pick(PROMPT, 8), stage.pick(64, 4)
+    sizes = stage.pick(GROUPS, (2, 4))
+    prompt = stage.pick(PROMPT, 8)
+    tokens = stage.pick(64, 4)
     return {f"{n} leaves": _one_prompt(stage, prompt, n, tokens) for n in sizes}
 
 
 def _depth_trees(stage: Stage) -> dict[str, Tree]:
-    depths, prompt = stage.pick(DEPTHS, (1, 3)), stage.pick(PROMPT, 8)
+    depths = stage.pick(DEPTHS, (1, 3))
+    prompt = stage.pick(PROMPT, 8)
     return {f"depth {n}": planned_tree(_deep_plan(stage, n), prompt, stage.text) for n in depths}
 
 
 def _context_trees(stage: Stage) -> dict[str, Tree]:
-    lengths, leaves = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2)
+    lengths = stage.pick(CONTEXTS, (16, 48))
+    leaves = stage.pick(8, 2)
     return {f"context {n}": _one_prompt(stage, n, leaves, stage.pick(64, 4)) for n in lengths}
 
 
@@ -215,13 +220,15 @@ def planned_tree(plan: TreePlan, prompt: int, text: Sequence[int]) -> Tree:
         )
 
     def path(parent: str, ordinal: int, planned: PathPlan) -> Iterator[Step]:
-        above, number = parent, ordinal
+        above = parent
+        number = ordinal
         children = dict(planned.branches)
         for place, one in enumerate(planned.steps):
             if place in children:
                 yield from path(above, 1, children[place])
             yield step(f"{above}.{number}", above, one.num_tokens, len(one.result_ids))
-            above, number = f"{above}.{number}", 0
+            above = f"{above}.{number}"
+            number = 0
         leaves.append(above)
 
     steps = [step("0", None, prompt, 0)]
@@ -257,7 +264,8 @@ def _group_side(
 
 
 def _sampling_group(stage: Stage) -> Iterator[Row]:
-    prompt, tokens = stage.pick(PROMPT, 8), stage.pick(64, 4)
+    prompt = stage.pick(PROMPT, 8)
+    tokens = stage.pick(64, 4)
     with stage.engine() as ours:
         sizes = stage.pick(GROUPS, (2, 4))
         sides = {f"{n} leaves": _group_side(stage, ours, prompt, n, tokens, at=n) for n in sizes}
@@ -305,7 +313,9 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
 
 
 def _sampling_context(stage: Stage) -> Iterator[Row]:
-    lengths, rows, tokens = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2), stage.pick(32, 4)
+    lengths = stage.pick(CONTEXTS, (16, 48))
+    rows = stage.pick(8, 2)
+    tokens = stage.pick(32, 4)
     # Few prompts at once: room for long ones is made for each.
     with stage.engine(max_context=max(lengths) + 2 * tokens) as ours:
         sides = {f"context {n}": _group_side(stage, ours, n, rows, tokens, at=n) for n in lengths}

@@ -109,7 +109,8 @@ def speed_row(
 ) -> Row:
     """Returns the row of two sides that did the same `amount` of work in these seconds: amount / s
     each, ratio ours / theirs."""
-    mine, other = amount / statistics.median(ours), amount / statistics.median(theirs)
+    mine = amount / statistics.median(ours)
+    other = amount / statistics.median(theirs)
     return Row(
         what=what,
         against=against,
@@ -123,7 +124,8 @@ def speed_row(
 
 def time_row(what: str, against: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
     """Returns the row of two sides in seconds: the ratio is theirs / ours."""
-    mine, other = statistics.median(ours), statistics.median(theirs)
+    mine = statistics.median(ours)
+    other = statistics.median(theirs)
     return Row(
         what=what,
         against=against,
@@ -148,8 +150,10 @@ def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
         raise ValueError(
             f"fit_exponent: got the sizes {list(sizes)}; expected two or more that differ"
         )
-    x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
-    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    x = [math.log(size) for size in sizes]
+    y = [math.log(second) for second in seconds]
+    mean_x = statistics.fmean(x)
+    mean_y = statistics.fmean(y)
     spread = math.fsum((a - mean_x) ** 2 for a in x)
     slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
     if len(x) < 3:

@@ -222,7 +222,8 @@ def _agent(stage: Stage) -> Path:
 def _update(session: Session, number: int) -> Cost:
     """Runs update `number` by one method and returns what it took."""
     run = session.config.run
-    size, tasks = run.tasks_per_update, session.tasks
+    size = run.tasks_per_update
+    tasks = session.tasks
     drawn = draw_tasks(tasks, (number - 1) * size, size=size, seed=run.seed)
     began = time.perf_counter()
     trees = session.sample(number, drawn)

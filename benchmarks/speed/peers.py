@@ -24,7 +24,8 @@ import httpx
 
 from treegraft.core.errors import EngineError, SettingError
 
-START_S, WORK_S = 600.0, 3600.0
+START_S = 600.0
+WORK_S = 3600.0
 """Longest waits for a peer to be ready, and for one run, in seconds."""
 _END_S = 20.0
 VLLM_CONTEXT = 2048

@@ -60,7 +60,8 @@ def main() -> None:
                 json.dumps({"seconds": seconds, "num_prompt_tokens": num_prompt, **seen}) + "\n"
             )
 
-    count, tokens = settings["num_generations"], settings["num_tokens"]
+    count = settings["num_generations"]
+    tokens = settings["num_tokens"]
     arguments = GRPOConfig(
         output_dir=settings["folder"],
         per_device_train_batch_size=count,

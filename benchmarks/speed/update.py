@@ -24,7 +24,8 @@ from benchmarks.workloads import Counts, Workload, workloads
 from treegraft.core.errors import EngineError
 from treegraft.policy.output_head import base_model, decoder, layer_heads
 
-SCALE, QUICK_SCALE = 1 / 64, 1 / 400
+SCALE = 1 / 64
+QUICK_SCALE = 1 / 400
 """Of the lengths of the trees: of a measurement on a CPU, and of a test."""
 MAX_TOKENS = 4096
 """Of a micro-batch."""

@@ -30,7 +30,8 @@ from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.learner import Learner
 from treegraft.settings.policy import LearnSettings, LossSettings
 
-PROMPT, GROUP = 200, 16
+PROMPT = 200
+GROUP = 16
 LENGTHS = (64, 256)
 LR = 1e-6
 _WORDS = "river king stone light water paper music garden winter bridge"
@@ -81,10 +82,8 @@ def _against_trl(stage: Stage, num_tokens: int) -> Iterator[Row]:
 def _prompt(stage: Stage) -> tuple[str, list[int]]:
     """Returns a text of exactly so many tokens, and them."""
     _, tokenizer = stage.load()
-    wanted, words = (
-        stage.pick(PROMPT, 20),
-        (["w1", "w2", "w3"] if stage.is_quick else _WORDS.split()),
-    )
+    wanted = stage.pick(PROMPT, 20)
+    words = ["w1", "w2", "w3"] if stage.is_quick else _WORDS.split()
     text = ""
     for number in range(wanted):
         text = f"{text} {words[number % len(words)]}".strip()
@@ -168,7 +167,8 @@ def group_tree(
     """Returns the tree of a group: a prompt and one step for each completion."""
 
     def step(step_id: str, ids: Sequence[int], completion: Completion | None) -> Step:
-        zeros, is_own = np.zeros(len(ids)), completion is not None
+        zeros = np.zeros(len(ids))
+        is_own = completion is not None
         return Step(
             id=step_id,
             parent="0" if is_own else None,

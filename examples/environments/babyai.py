@@ -35,7 +35,9 @@ from treegraft.parts import OpenTasks, ToolCall, errors, keyed
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")
 """The package's, in its order; its seventh, "done", does nothing in BabyAI."""
 UNKNOWN = f"unknown action ; write one of {' '.join(ACTIONS)}"
-SUCCESS, FAILURE, NO_ACTIONS_LEFT = "success", "failure", "no actions left"
+SUCCESS = "success"
+FAILURE = "failure"
+NO_ACTIONS_LEFT = "no actions left"
 DONE = "done"
 """The answer, which the reward takes no notice of."""
 WORDS = f"""
@@ -72,7 +74,8 @@ class BabyAI:
     def reset(self, level: str, world: int) -> str:
         """Begins a world and returns what is to be done, with what is seen first."""
         self._world = begun(level, world)
-        self.done, self._reward = False, 0.0
+        self.done = False
+        self._reward = 0.0
         return f"{self._world.mission} ; {seen(self._world)}"
 
     def act(self, action: str) -> str:
@@ -99,7 +102,8 @@ def seen(world: Any) -> str:
     """Returns what is carried, the things in sight, the nearest first, and the wall ahead, with
     their distances in steps."""
     grid, visible = world.gen_obs_grid()
-    column, row = grid.width // 2, grid.height - 1  # the agent's
+    column = grid.width // 2
+    row = grid.height - 1  # the agent's
     words = ["see"]
     if world.carrying is not None:
         words.append(f"carry {name_of(world.carrying)}")
@@ -114,7 +118,8 @@ def seen(world: Any) -> str:
                 or (i, j) == (column, row)
             ):
                 continue
-            aside, ahead = i - column, row - j
+            aside = i - column
+            ahead = row - j
             place = [("left", -aside), ("right", aside), ("forward", ahead)]
             way = " ".join(f"{name} {steps}" for name, steps in place if steps > 0)
             things.append((abs(aside) + ahead, aside, f"{name_of(thing)} {way}"))
@@ -145,7 +150,8 @@ def bot_actions(level: str, world: int) -> tuple[str, ...] | None:
     made: Any = BabyAIBot  # published without types
     played = begun(level, world)
     bot = made(played)
-    action, actions = None, []
+    action = None
+    actions = []
     while True:
         try:
             action = bot.replan(action)
@@ -177,7 +183,9 @@ class BabyAITasks(OpenTasks):
                     f"tasks.options: levels: got '{level}', expected names such as GoToLocalS6N3 of"
                     f" the package minigrid.{errors.nearest(level, LEVELS)}"
                 )
-        self._seed, self._num_train, self._num_eval = seed, num_train, num_eval
+        self._seed = seed
+        self._num_train = num_train
+        self._num_eval = num_eval
         self._levels = levels
 
     def train_tasks(self) -> Sequence[Task]:

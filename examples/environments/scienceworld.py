@@ -34,7 +34,8 @@ from scienceworld.constants import ID2TASK, JAR_PATH
 from treegraft import SettingError, StepContent, Task, ToolError, ToolUnavailable
 from treegraft.parts import OpenTasks, ToolCall, errors, keyed
 
-COMPLETED, FAILED = "task completed", "task failed"
+COMPLETED = "task completed"
+FAILED = "task failed"
 NO_ACTIONS_LEFT = "no actions left"
 DONE = "done"
 """The answer, which the reward takes no notice of."""
@@ -115,8 +116,10 @@ class ScienceWorld:
     def reset(self, game: str, variation: int, max_actions: int) -> str:
         """Begins a game and returns the task with what is seen first."""
         self._key = (game, variation, SIMPLIFICATIONS)
-        self._max_actions, self._num_actions = max_actions, 0
-        self.done, self._score = False, 0.0
+        self._max_actions = max_actions
+        self._num_actions = 0
+        self.done = False
+        self._score = 0.0
         self._simulator = simulator_of(os.getpid())
         with self._simulator.drawing(*self._key, "world"):
             self._world = self._simulator.new_world()
@@ -186,7 +189,8 @@ def gold_path(game: str, variation: int) -> tuple[str, ...] | None:
 def with_looks(actions: Sequence[str]) -> list[str]:
     """Returns actions with a look around before the first "focus on" in a room without one, since
     nobody could know what is there."""
-    found, has_looked = [], False
+    found = []
+    has_looked = False
     for action in actions:
         if action.startswith("focus on ") and not has_looked:
             found.append(LOOK)
@@ -234,8 +238,12 @@ class ScienceWorldTasks(OpenTasks):
                     f"tasks.options: games: got '{game}', expected names of"
                     f" {', '.join(ID2TASK.values())}.{errors.nearest(game, ID2TASK.values())}"
                 )
-        self._seed, self._num_train, self._num_eval = seed, num_train, num_eval
-        self._games, self._num_warmup, self._max_actions = games, num_warmup, max_actions
+        self._seed = seed
+        self._num_train = num_train
+        self._num_eval = num_eval
+        self._games = games
+        self._num_warmup = num_warmup
+        self._max_actions = max_actions
 
     @cached_property
     def _variations(self) -> dict[tuple[str, str], list[int]]:

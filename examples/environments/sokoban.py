@@ -192,9 +192,14 @@ class SokobanTasks(OpenTasks):
         error_prob: how often it makes another move than a shortest one, there too; it goes
             on from where that leads, and gives up on a board that it has lost.
         """
-        self._seed, self._num_train, self._num_eval = seed, num_train, num_eval
-        self._size, self._num_walls, self._moves = size, num_walls, moves
-        self._detour_prob, self._error_prob = detour_prob, error_prob
+        self._seed = seed
+        self._num_train = num_train
+        self._num_eval = num_eval
+        self._size = size
+        self._num_walls = num_walls
+        self._moves = moves
+        self._detour_prob = detour_prob
+        self._error_prob = error_prob
 
     def train_tasks(self) -> Sequence[Task]:
         return [self._task("train", number, number) for number in range(self._num_train)]
@@ -239,7 +244,8 @@ class SokobanTasks(OpenTasks):
         for place in range(1 + self._num_walls):
             key = keyed.keyed_int("layout", self._seed, purpose, number, draw, place)
             drawn.append(left.pop(key % len(left)))
-        goal, walls = drawn[0], drawn[1:]
+        goal = drawn[0]
+        walls = drawn[1:]
         # Each layout has one purpose, whoever draws it.
         owner = keyed.keyed_choice(PURPOSES, "lane", self._seed, f"{sorted(walls)} {[goal]}")
         return Board(self._size, frozenset(walls), goal) if owner == purpose else None

@@ -32,7 +32,9 @@ from textworld.generator.text_grammar import Grammar, GrammarOptions
 from treegraft import SettingError, StepContent, Task, ToolError
 from treegraft.parts import OpenTasks, ToolCall, keyed
 
-INVALID, WON, LOST = "invalid command", "won", "lost"
+INVALID = "invalid command"
+WON = "won"
+LOST = "lost"
 QUESTION = "textworld treasure hunter"
 DONE = "done"
 """The answer, which the reward takes no notice of."""
@@ -42,7 +44,8 @@ go take from put on into insert drop close unlock lock eat look inventory examin
 """
 KINDS = ("r", "o", "k", "c", "s", "d", "f")
 """The package's: rooms, objects, keys, containers, supporters, doors, food."""
-PLAYER, HANDS = "P", "I"
+PLAYER = "P"
+HANDS = "I"
 """The package's names for the player, and for where things are that the player holds."""
 PURPOSES = ("train", "eval", "warmup")
 NUM_WORLDS = 2**29
@@ -64,7 +67,9 @@ def game_of(level: int, world: int) -> Any:
     seed = world
     while True:
         options = GameOptions()
-        options.seeds, options.kb, options.nb_rooms = seed, knowledge(), 5
+        options.seeds = seed
+        options.kb = knowledge()
+        options.nb_rooms = 5
         # As in the package: ten lengths from 1 to 5 at equal distances, rounded.
         options.quest_length = round(1 + (level - 1) * 4 / 9)
         try:
@@ -149,7 +154,9 @@ class TextWorldTasks(OpenTasks):
         """
         if not all(level in range(1, 11) for level in levels):
             raise SettingError(f"tasks.options: levels: got {levels}, expected numbers of 1 to 10.")
-        self._seed, self._num_train, self._num_eval = seed, num_train, num_eval
+        self._seed = seed
+        self._num_train = num_train
+        self._num_eval = num_eval
         self._levels = levels
 
     def train_tasks(self) -> Sequence[Task]:

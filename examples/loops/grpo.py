@@ -21,11 +21,13 @@ def learn(learner: Learner, trees: list[Tree], config: Config) -> dict[str, floa
     # Groups without variance teach nothing, and count in the denominator all the same.
     batch = pack_trees([tree for tree in trees if any(leaf.advantage for leaf in tree.leaves)])
     rows = batch.carries_loss.nonzero()[:, 0]  # [C] contributions with loss
-    tokens, owners = batch.tokens[rows], batch.trajectories[rows]  # [C] of U, [C] of N
+    tokens = batch.tokens[rows]
+    owners = batch.trajectories[rows]  # [C] of U, [C] of N
     logprobs = learner.scores(batch)[0]  # [U]
     new = logprobs.index_select(0, tokens)
     columns = (new, new.detach(), batch.advantages[rows])  # [C] each
-    low, high = config.loss.clip_low, config.loss.clip_high
+    low = config.loss.clip_low
+    high = config.loss.clip_high
     terms = losses.clipped_surrogate(*columns, clip_low=low, clip_high=high)
     weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])  # [N]
     whole = losses.Denominators(num_groups=len(trees), weighted_tokens=0.0, length_constant=1.0)

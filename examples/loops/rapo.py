@@ -35,5 +35,6 @@ if __name__ == "__main__":
     place = Path(tempfile.mkdtemp())
     start = sft(load_config("demo", [f"run.dir={place}", "warmup.num_steps=100"])).checkpoint_dir
     for line in loop(load_config("demo", [*SETTINGS, f"model.path={start}"]), place / "agent"):
-        grafted, traces = line["rollout/retrieved_frac"], line["buffer/num_traces"]
+        grafted = line["rollout/retrieved_frac"]
+        traces = line["buffer/num_traces"]
         print(f"reward {line['reward/mean']:.3f}, {grafted:.3f} grafted, {traces:.0f} traces")

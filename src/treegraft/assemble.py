@@ -359,7 +359,8 @@ class _World:
         the stack."""
         from treegraft.policy import output_head
 
-        config, tokenizer = self.config, loaded.tokenizer
+        config = self.config
+        tokenizer = loaded.tokenizer
         # The learner packs whole paths, so its model's limit counts beside the engine's.
         own = output_head.max_context(loaded.model)
         of_engine = None if engine is None else engine.max_context
@@ -480,7 +481,8 @@ def training_limits(config: Config) -> Limits:
 
 def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
     """Returns the limits of a trajectory in an evaluation, which samples as its own table says."""
-    limits, own = training_limits(config), config.eval
+    limits = training_limits(config)
+    own = config.eval
     filters = Filters(repetition_penalty=own.repetition_penalty)
     # The most likely token stays whatever else is left out.
     if temperature > 0:

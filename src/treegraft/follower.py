@@ -29,7 +29,8 @@ class FollowedSession:
     learner: ShardedLearner
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self.config, self._ranks = config, ranks
+        self.config = config
+        self._ranks = ranks
 
     def __enter__(self) -> Self:
         limit_threads(self.config.run.num_threads)
@@ -69,7 +70,8 @@ class FollowedSession:
     def learn(self, trees: Sequence[Tree], update: int, budget_used: float = 0.0) -> Trees:
         """Changes the weights."""
         spent = self._ranks.share()
-        own, lessons = self._ranks.share_trees(), self._ranks.share_trees()
+        own = self._ranks.share_trees()
+        lessons = self._ranks.share_trees()
         self.learner.learn(own, lessons, spent)
         return Trees()
 
@@ -95,7 +97,8 @@ class FollowedRun:
     budget_used = 0.0
 
     def __init__(self, ranks: Ranks, session: FollowedSession) -> None:
-        self._ranks, self._session = ranks, session
+        self._ranks = ranks
+        self._session = session
         self.is_finished: bool = ranks.share()
 
     def __enter__(self) -> Self:

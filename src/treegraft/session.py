@@ -161,16 +161,20 @@ class Session:
             )
         if missing := missing_packages(config):
             raise SettingError("\n".join(missing.values()), code="packages-missing")
-        self.config, self._given = with_choices(config), present().joined(given)
+        self.config = with_choices(config)
+        self._given = present().joined(given)
         self._checkpoint = None if checkpoint is None else find_checkpoint(checkpoint)
-        self._engine, self._retriever, self._learns = engine, retriever, learns
+        self._engine = engine
+        self._retriever = retriever
+        self._learns = learns
         self._is_own = within is None
         if within is None:
             within = Surroundings(
                 state=read_state(self._checkpoint) if self._checkpoint else TrainState.fresh()
             )
         self._within = within
-        self._life, self._grads = Life("session"), ExitStack()
+        self._life = Life("session")
+        self._grads = ExitStack()
         self._set_back()
 
     def _refuse_endless(self) -> None:
@@ -255,7 +259,8 @@ class Session:
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
         """Holds everything that lives on the event loop."""
-        config, within = self.config, self._within
+        config = self.config
+        within = self._within
         within.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
         source = build_tasks(config.tasks, config.run.seed)
         if config.run.num_updates and not within.warms_up_only and not source.train_tasks():
@@ -275,7 +280,8 @@ class Session:
             num_ranks=within.team.size if self._learns else 0,
         )
         async with opening as parts, AsyncExitStack() as stack:
-            self.parts, self._stack = parts, stack
+            self.parts = parts
+            self._stack = stack
             await self._prepare(parts)
             if self._is_own and not self._learns:
                 await self._make_ready()
@@ -285,7 +291,8 @@ class Session:
         """Makes and checks what updates need, before anything is written."""
         from treegraft.policy.learn.credit import find_credit
 
-        config, within = self.config, self._within
+        config = self.config
+        within = self._within
         self._credit = find_credit(config)
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         self._tasks_checksum = tasks_checksum(parts.train_tasks, parts.eval_tasks)
@@ -342,7 +349,9 @@ class Session:
         """Reads what the remaining warm-up steps imitate, unless their buffer is not made yet."""
         from treegraft.policy.learn.sft import Demonstrations
 
-        config, parts, stored = self.config, self.parts, None
+        config = self.config
+        parts = self.parts
+        stored = None
         if config.warmup.traces != "expert":
             path = Path(os.path.expandvars(config.warmup.traces)).expanduser()
             if "warmup" in buffer.readers:
@@ -379,7 +388,8 @@ class Session:
         self._wait(self._settled)
 
     async def _settled(self) -> None:
-        display, parts = self._within.display, self.parts
+        display = self._within.display
+        parts = self.parts
         for text in parts.notes:
             display.note(text)
         for name in registered("choice"):
@@ -416,7 +426,9 @@ class Session:
     async def _make_ready(self) -> None:
         if self._is_ready:
             return
-        parts, config, state = self.parts, self.config, self._within.state
+        parts = self.parts
+        config = self.config
+        state = self._within.state
         if self._learns and self._learner is not None:
             # Also after a resume: the engine of this process does not know its version yet.
             await self._publisher.publish(self.update)
@@ -454,7 +466,8 @@ class Session:
             stops: whether a stop that is asked for ends the work.
         """
         self._refuse_closed()
-        watch, within = Watch(), self._within
+        watch = Watch()
+        within = self._within
         self._watch = watch
         with giving(self._given), first_cause(), self._life.working(work, *given) as future:
             if not stops:
@@ -524,8 +537,11 @@ class Session:
         """The learner, with the weights and the optimiser's state of the checkpoint."""
         if self._is_own:
             self._refuse_endless()
-        config, parts, team = self.config, self.parts, self._within.team
-        model, parts.model = parts.model, None
+        config = self.config
+        parts = self.parts
+        team = self._within.team
+        model = parts.model
+        parts.model = None
         if model is None:
             model = adapted(config, parts.load_model())
         learner: LearnerLike
@@ -560,13 +576,15 @@ class Session:
         if not self.config.loss.kl_coef:
             team.share(None)
             return
-        is_new, place = self.update == 0, self._reference_place()
+        is_new = self.update == 0
+        place = self._reference_place()
         team.share((str(place.resolve()) if place else "", is_new))
         learner.keep_reference(place, is_new=is_new)
 
     def _reference_place(self) -> Path | None:
         """Where the reference is kept; None for memory alone."""
-        folder, checkpoint = self._within.folder, self._checkpoint
+        folder = self._within.folder
+        checkpoint = self._checkpoint
         if folder is not None:
             return folder / "reference"
         if checkpoint is None or self.update == 0:
@@ -590,7 +608,8 @@ class Session:
         if not self._is_warm_up_left:
             self._within.team.share(None)
             return
-        settings, learner = self.config.warmup, self.learner
+        settings = self.config.warmup
+        learner = self.learner
         if self._demonstrations is None and self.buffer is not None:
             # Not read yet, or of a buffer that has been made meanwhile.
             self._wait(self._read_demonstrations, self.buffer)
@@ -604,7 +623,8 @@ class Session:
         team = self._within.team
         for step in range(self.num_warm_up_steps, settings.num_steps):
             self._wait(self._publisher.rest)
-            began, cpu_began = time.monotonic(), time.process_time()
+            began = time.monotonic()
+            cpu_began = time.process_time()
             self._wait(demonstrations.prepare, step)
             rate = team.share(learning_rate(settings, step))
             trees = team.share_trees(demonstrations.batch(step))
@@ -655,7 +675,8 @@ class Session:
     async def _sampled(self, update: int, tasks: Sequence[Task] | None) -> Trees:
         _check_number(update)
         await self._make_ready()
-        self.clock, self.grower.watch = Clock(), self._watch
+        self.clock = Clock()
+        self.grower.watch = self._watch
         with self.clock("rollout"):
             trees = await self._grown(update, tasks)
             if self._learns and self._learner is not None:
@@ -666,7 +687,8 @@ class Session:
         return trees
 
     async def _grown(self, update: int, tasks: Sequence[Task] | None) -> Trees:
-        config, parts = self.config, self.parts
+        config = self.config
+        parts = self.parts
         at_once = parts.num_trees_at_once(config.explore.num_leaves)
         if tasks is None:
             return await sample_update(
@@ -702,7 +724,9 @@ class Session:
         """
         from treegraft.policy.learn.credit import credit_by_entropy, credit_trees
 
-        config, how, own = self.config, self._credit, Trees.of(trees)
+        config = self.config
+        how = self._credit
+        own = Trees.of(trees)
         self._within.display.phase("learning", 0, 1)
         with self.clock("credit"), giving(self._given):
             # An engine may know top-k entropies alone, which a learner makes exact.
@@ -729,10 +753,12 @@ class Session:
         own = Trees.of(trees)
         with self.clock("learn"), giving(self._given):
             chosen = self.lessons(own.sampled, update)
-            mixed, team = self._replay.mixed(update, own), self._within.team
+            mixed = self._replay.mixed(update, own)
+            team = self._within.team
             self.update = update
             team.share(budget_used)
-            mixed, chosen = team.share_trees(mixed), team.share_trees(chosen)
+            mixed = team.share_trees(mixed)
+            chosen = team.share_trees(chosen)
             kept, self._learned = self.learner.learn(mixed, chosen, budget_used)
             own = own.changed(self._replay.take_fresh(update, kept))
         self._last = own
@@ -750,7 +776,8 @@ class Session:
         chosen = self._book.choose(trees, earlier, update, self._lesson_value or (0.0, 0.0))
         if self._num_drawn == self._num_drawn_before:
             self._own_drawn += [tree.task.id for tree in trees]
-        self._lesson_value, self._lesson_metrics = chosen.value, chosen.metrics
+        self._lesson_value = chosen.value
+        self._lesson_metrics = chosen.metrics
         return chosen.trees
 
     def remember(self, trees: Sequence[Tree], update: int) -> None:
@@ -850,7 +877,8 @@ class Session:
             SettingError: nothing was sampled yet.
         """
         self._refuse_unready()
-        own, config = Trees.of(self._last if trees is None else trees), self.config
+        own = Trees.of(self._last if trees is None else trees)
+        config = self.config
         found = {
             **rollout_metrics(own.sampled, own.references),
             **unused_metrics(own.sampled, self.explorer, config.explore.num_leaves),
@@ -864,7 +892,8 @@ class Session:
             found |= {} if part is None else part.take_metrics()
         if trees is None:
             found |= self.clock.take_metrics()
-        self._learned, self._lesson_metrics = {}, {}
+        self._learned = {}
+        self._lesson_metrics = {}
         return found
 
     def record(

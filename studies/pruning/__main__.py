@@ -157,7 +157,8 @@ def show(
 
 
 def _as_json(traces: tuple[Trace, ...]) -> dict[str, Any]:
-    first, last = traces[0], traces[-1]
+    first = traces[0]
+    last = traces[-1]
     return {
         "source": first.source,
         "task_id": first.task_id,
@@ -174,7 +175,8 @@ def _print_trajectory(traces: tuple[Trace, ...], note: Mapping[str, Any]) -> Non
     from rich.console import Console
     from rich.text import Text
 
-    first, kept = traces[0], [judging.value_text(trace.value) for trace in traces]
+    first = traces[0]
+    kept = [judging.value_text(trace.value) for trace in traces]
     title = f"{first.source}, {first.task_id or 'no task'}, {first.trajectory}"
     commands.say(plain(f"{title}, reward {traces[-1].reward:g}"), "bold")
     if note and note["state"] != "pruned":

@@ -36,7 +36,8 @@ def look(steps: Sequence[Trace]) -> Look:
         for step in written
         for call, observation in zip(step.calls, step.observations, strict=True)
     ]
-    results, needed = dict(made), []
+    results = dict(made)
+    needed = []
     for relation in reversed(relations):
         needed.append(f"{entity} {relation}")
         if needed[-1] not in results:
@@ -58,7 +59,8 @@ def looks(path: Path) -> dict[Name, Look]:
 def row(raw: Path, pruned: Path) -> tuple[int, int, int, int]:
     """Returns how many trajectories there are, how many are exact as stored, and once pruned, and
     from how many pruning has removed a call that the question takes."""
-    before, after = looks(raw), looks(pruned)
+    before = looks(raw)
+    after = looks(pruned)
     lost = sum(before[name].is_whole and not one.is_whole for name, one in after.items())
     stored, exact = (sum(one.is_exact for one in found.values()) for found in (before, after))
     return len(after), stored, exact, lost

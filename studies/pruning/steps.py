@@ -100,7 +100,8 @@ def circling(contents: Sequence[StepContent]) -> list[range]:
     """
     results = [tuple(one.text for one in content.observations) for content in contents]
     last = {result: position for position, result in enumerate(results) if result}
-    found, position = [], 0
+    found = []
+    position = 0
     while position < len(results):
         end = last.get(results[position], position)
         if end > position:

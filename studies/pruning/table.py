@@ -35,7 +35,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "demo.toml"
 HOPS = "tasks.search_world.hops=[1, 3, 4, 5]"
 DETOURS = "tasks.search_world.detour_prob=0.4"
 NUM_WARMUP_STEPS = (50, 100, 200, 300)
-NUM_TASKS, SEED = 120, 101
+NUM_TASKS = 120
+SEED = 101
 
 
 def agent(num_steps: int, out: Path) -> Path:

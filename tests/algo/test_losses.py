@@ -171,7 +171,8 @@ def test_k3(difference: float, value: float, gradient: float) -> None:
 def test_aggregations_by_hand() -> None:
     """Two groups: w = (1/2, 1/2) with |y| = (4, 2), and w = (1) with |y| = 3; Σ w|y| = 2 + 1 + 3 =
     6."""
-    weights, lengths = torch.tensor([0.5, 0.5, 1.0]), torch.tensor([4.0, 2.0, 3.0])
+    weights = torch.tensor([0.5, 0.5, 1.0])
+    lengths = torch.tensor([4.0, 2.0, 3.0])
     denominators = Denominators(num_groups=2, weighted_tokens=6.0, length_constant=10.0)
 
     def factors(aggregation: str) -> list[float]:

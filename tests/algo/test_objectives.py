@@ -87,7 +87,8 @@ def test_gspo_by_hand() -> None:
     advantages = torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64)
     owners = torch.tensor([0, 0, 1])
     terms = sequence_surrogate(new, old, advantages, owners, clip_low=0.5, clip_high=0.5)
-    first, second = math.exp(0.1), math.exp(-0.3)
+    first = math.exp(0.1)
+    second = math.exp(-0.3)
     assert terms.losses.tolist() == pytest.approx([-first, -first, 2 * second])
     assert terms.ratios.tolist() == pytest.approx([first, first, second])
     terms.losses.sum().backward()
@@ -124,7 +125,8 @@ def test_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
 
 def test_shaping_moves_a_grafted_trajectory_in_every_objective() -> None:
     new, old = at_ratio(1.25)
-    advantage, shaping = torch.ones(1, dtype=torch.float64), torch.full((1,), 1.1).double()
+    advantage = torch.ones(1, dtype=torch.float64)
+    shaping = torch.full((1,), 1.1).double()
     # 1.1 · 1.25 = 1.375 lies past 1.3, where 1.25 does not.
     limits = {"clip_low": 0.2, "clip_high": 0.3}
     for terms in (

@@ -188,7 +188,8 @@ def test_a_checkpoint_answers(
 
 
 def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, into = tmp_path / "rows.jsonl", tmp_path / "b"
+    rows = tmp_path / "rows.jsonl"
+    into = tmp_path / "b"
     rows.write_text(
         '{"question": "q ?", "text":'
         ' "<search>a</search><result>b</result><answer>1</answer>"}\nnonsense\n' * 12

@@ -92,7 +92,8 @@ def test_references_are_right() -> None:
     from my_tool import calculate  # type: ignore[import-not-found]
 
     source = build_tasks(load_config("recipe.toml").tasks, 0)
-    learned, held_out = source.train_tasks(), source.eval_tasks()
+    learned = source.train_tasks()
+    held_out = source.eval_tasks()
     assert (len(learned), len(held_out)) == (200, 40)
     for task in (*learned, *held_out):
         assert exact_match(calculate(task.columns["expression"]), task.reference) == 1.0

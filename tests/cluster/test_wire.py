@@ -84,7 +84,8 @@ class Handle:
 
     def __init__(self, *trees: Any) -> None:
         """Args: trees: what each order is answered with, a function of it; later ones never are."""
-        self.trees, self.orders = list(trees), list[dict[str, Any]]()
+        self.trees = list(trees)
+        self.orders = list[dict[str, Any]]()
         self.taken: list[tuple[int, int, str]] = []
         self.is_dead = False
         for name in ("state", "open", "publish", "grow"):
@@ -143,7 +144,8 @@ async def until(condition: Callable[[], Any]) -> None:
 def test_trees_grow_where_the_fewest_do_and_again_where_an_engine_is_lost(
     killed: list[Any],
 ) -> None:
-    first, second = Handle(), Handle(done, done)
+    first = Handle()
+    second = Handle(done, done)
 
     async def grow() -> tuple[Any, dict[str, float]]:
         supervisor = supervisor_of(first, second)
@@ -182,7 +184,8 @@ def test_a_tree_that_ends_its_engines_is_named(killed: list[Any]) -> None:
 
 
 def test_a_lost_engine_is_made_anew_and_gets_the_weights_that_are_due(killed: list[Any]) -> None:
-    broken, new = Handle(), Handle()
+    broken = Handle()
+    new = Handle()
 
     async def attend() -> Member:
         supervisor = Supervisor(Config())
@@ -218,7 +221,8 @@ class Weighing(Source):
 
     def __init__(self, fingerprint: str) -> None:
         self.fingerprint = fingerprint
-        self.tensors, self.names = {"weight": torch.ones(1)}, ["weight"]
+        self.tensors = {"weight": torch.ones(1)}
+        self.names = ["weight"]
 
 
 def test_each_publish_reaches_an_engine_however_long_it_takes(
@@ -289,7 +293,8 @@ def test_calls_of_a_tree_are_counted_apart() -> None:
 
         await asyncio.create_task(grow())
         here.add_usage(json.loads(json.dumps({k: asdict(v) for k, v in apart.items()})))
-        own, taken = there.take_metrics(), here.take_metrics()
+        own = there.take_metrics()
+        taken = here.take_metrics()
         await there.close()
         await here.close()
         return own, taken, here.take_metrics()

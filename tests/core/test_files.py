@@ -116,7 +116,8 @@ def test_a_link_in_the_place_of_the_partial_file_is_removed(tmp_path: Path) -> N
 
 def test_a_link_in_the_place_of_the_file_is_replaced(tmp_path: Path) -> None:
     """Also one that is planted between two writes, or leads to a folder."""
-    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim = tmp_path / "victim"
+    folder = tmp_path / "folder"
     victim.write_text("mine")
     folder.mkdir()
     for aim in (victim, folder, tmp_path / "nowhere"):
@@ -133,7 +134,8 @@ def test_a_link_that_comes_back_as_the_partial_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted after the old one was removed, before the new one is opened."""
-    victim, partial = tmp_path / "victim", tmp_path / ".config.json.partial"
+    victim = tmp_path / "victim"
+    partial = tmp_path / ".config.json.partial"
     victim.write_text("mine")
     unlink = Path.unlink
 

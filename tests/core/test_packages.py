@@ -64,7 +64,8 @@ def test_every_package_that_the_core_imports_is_required_or_in_the_table() -> No
     known |= {"IPython"}
     # Of the standard library from Python 3.14 on.
     known |= {"compression"}
-    brought, unknown = required(), []
+    brought = required()
+    unknown = []
     for module, tree in trees().items():
         for name in imports(tree) if is_core(module) else ():
             top = name.partition(".")[0]

@@ -166,7 +166,8 @@ mine = "mine"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip has installed the wheel of a package of somebody else's."""
     pytest.importorskip("hatchling", reason="hatchling is missing: pip install 'treegraft[dev]'")
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    folder = tmp_path_factory.mktemp("site")
     (source / "mine.py").write_text(MINE, encoding="utf-8")
     (source / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

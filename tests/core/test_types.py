@@ -17,7 +17,9 @@ from tests.support.trees import Part, build_tree, random_trees
 from treegraft.core.columns import FILLERS
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, StepContent, Tree
 
-P, S, T = Origin.PROMPT, Origin.POLICY, Origin.TOOL
+P = Origin.PROMPT
+S = Origin.POLICY
+T = Origin.TOOL
 
 
 def make_step(**fields: Any) -> Step:
@@ -101,7 +103,8 @@ def test_the_status_table() -> None:
         status: (rule.in_group, rule.in_denominator, rule.has_loss)
         for status, rule in LEARNING_RULES.items()
     }
-    counts, nowhere = (True, True, True), (False, False, False)
+    counts = (True, True, True)
+    nowhere = (False, False, False)
     assert table == {
         Status.COMPLETED: counts,
         Status.TRUNCATED: counts,
@@ -144,7 +147,8 @@ def test_tool_calls_count_those_that_ran() -> None:
     from treegraft.core.types import Observation, ToolCall
 
     tree = example()
-    call, seen = ToolCall("search", "x"), Observation(text="y")
+    call = ToolCall("search", "x")
+    seen = Observation(text="y")
     ran = replace(tree.steps[1], content=StepContent(calls=(call,), observations=(seen,)))
     refused = replace(tree.steps[2], content=StepContent(calls=(call,)))
     first, second = replace(tree, steps=(tree.steps[0], ran, refused, tree.steps[3])).trajectories()
@@ -163,7 +167,8 @@ def columns(draw: st.DrawFn) -> dict[str, Any]:
     """The columns of a step: scores as engines give them, of sampled tokens alone or of any."""
     origins = tuple(draw(st.lists(st.sampled_from(Origin), max_size=9)))
     ids = st.integers(0, draw(st.sampled_from((100, 65_535, 65_536, 2**31, 2**40))))
-    score, everywhere = draw(st.sampled_from((SHORT, st.floats()))), draw(st.booleans())
+    score = draw(st.sampled_from((SHORT, st.floats())))
+    everywhere = draw(st.booleans())
     found: dict[str, Any] = {
         "token_ids": tuple(draw(ids) for _ in origins),
         "lesson_ids": tuple(draw(st.lists(ids, max_size=3))),

@@ -109,7 +109,8 @@ def test_a_worker_has_no_key_no_files_and_no_network(
     monkeypatch.setenv("OPENAI_API_KEY", "hunter2")
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
-    script, places = tmp_path / "scripts" / "script.py", [str(tmp_path), sys.prefix, "/usr"]
+    script = tmp_path / "scripts" / "script.py"
+    places = [str(tmp_path), sys.prefix, "/usr"]
     script.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

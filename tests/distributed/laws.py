@@ -122,7 +122,8 @@ def law_13(
         if one is not None:
             one.keep_reference(folder / "1", is_new=True)
     start = {name: tensor.clone() for name, tensor in many.stream()}
-    metrics, records = [0.0], [0.0]
+    metrics = [0.0]
+    records = [0.0]
     for number in range(3):
         if config.loss.kl_coef and number == 1:
             # As a resumed run does: what was kept is read, and stays where it is.
@@ -137,7 +138,8 @@ def law_13(
     if one is not None:
         records.append(farthest(again, one.with_logprobs(trees)))
     loss = many.imitate(trees, 1e-2)
-    streamed, fingerprint = dict(many.stream()), many.fingerprint()
+    streamed = dict(many.stream())
+    fingerprint = many.fingerprint()
     if one is None:
         return {}
     expected = one.imitate(trees, 1e-2)
@@ -219,7 +221,8 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
 def skipped(ranks: Ranks, config: Config) -> dict[str, Any]:
     """An update in which the losses of one rank are not finite, and one more."""
     _, many = learners(ranks, config)
-    weights, metrics = [{name: tensor.clone() for name, tensor in many.stream()}], []
+    weights = [{name: tensor.clone() for name, tensor in many.stream()}]
+    metrics = []
     plain = many._form
 
     def wrong(*columns: Any, **options: Any) -> Any:

@@ -43,7 +43,9 @@ class OneOf(Ranks):
     """A rank whose peers are not there."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.device = rank, size, torch.device("cpu")
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("cpu")
 
 
 @contextmanager

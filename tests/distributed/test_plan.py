@@ -129,7 +129,9 @@ def test_a_rank_whose_leader_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ranks, "LOOK_S", 0.0)
     monkeypatch.setattr(ranks.time, "sleep", lambda _: None)
     mine = object.__new__(ranks.Ranks)
-    mine._store, mine._num_shared, mine.rank = Store(), 0, 1
+    mine._store = Store()
+    mine._num_shared = 0
+    mine.rank = 1
     mine._peers = [SimpleNamespace(name="rank 0 (here, process 7)", has_ended=True)]
     with raises_code("leader-gone", match="rank 0 .* has ended without a last word"):
         mine.share()

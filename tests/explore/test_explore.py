@@ -171,11 +171,9 @@ def test_whole_trajectories_are_grafted_once() -> None:
     explorer = HybridRollout(
         GraftSettings(num_hybrid=1, probability=1.0, unit="trajectory"), num_leaves=1
     )
-    first, graft, own = (
-        step("0.0", [0.0]),
-        step("0.0.0", [0.0], Origin.RETRIEVED, 0),
-        step("0.0.0.0", [0.0]),
-    )
+    first = step("0.0", [0.0])
+    graft = step("0.0.0", [0.0], Origin.RETRIEVED, 0)
+    own = step("0.0.0.0", [0.0])
     assert explorer.before_step(path(first)) == Graft(whole=True)
     assert explorer.before_step(path(first, graft, own)) == Generate()
 

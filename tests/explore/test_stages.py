@@ -33,7 +33,8 @@ class Rewards:
     """Gives the leaf of first-level ordinal n the n-th reward, and keeps what it has scored."""
 
     def __init__(self, rewards: Sequence[float]) -> None:
-        self.rewards, self.sizes = rewards, list[int]()
+        self.rewards = rewards
+        self.sizes = list[int]()
 
     async def __call__(self, tree: Tree) -> Tree:
         await asyncio.sleep(0)

@@ -78,7 +78,8 @@ def test_trajectories_without_loss_and_tokens_without_loss_do_not_count() -> Non
 def test_one_statistic_for_the_whole_batch() -> None:
     """A tree's factors depend on the others, never on their order."""
     low = assign_credit(build_tree(Part("p", (Part("s", entropies=[0.1]),) * 2)))
-    alone, both = factors_of([forked()], 0.2), factors_of([forked(), low], 0.2)
+    alone = factors_of([forked()], 0.2)
+    both = factors_of([forked(), low], 0.2)
     assert alone["0.0"] != both["0.0"]
     turned = with_entropy_factors([low, forked()], weight=0.2)
     assert turned[1].steps == with_entropy_factors([forked(), low], weight=0.2)[0].steps
@@ -191,7 +192,8 @@ def test_steps_that_no_rule_was_asked_about_leave_the_count_as_it_is(
 ) -> None:
     monkeypatch.setattr(aepo_explorer, "PENALTY", 0.25)
     explorer = balanced()
-    first, second = step("0.0", [1.0, 1.0]), step("0.0.0", [2.0, 1.0])
+    first = step("0.0", [1.0, 1.0])
+    second = step("0.0.0", [2.0, 1.0])
     own = replace(step("0.0.1", [9.0, 1.0]), cause=branch_cause())
     graft = step("0.0.0.0", [], Origin.RETRIEVED)
     after = step("0.0.0.0.0", [9.0, 1.0])

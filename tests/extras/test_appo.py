@@ -99,7 +99,8 @@ def test_branches_need_no_pass() -> None:
     """Only rollouts carry loss: 0.0.0.0 with the steps above it, and 0.1."""
     tree = assign_credit(grown(), advantage=APPO)
     loss = LossSettings(aggregation="token-mean")
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, loss)
     (learned,), metrics = learner.learn([tree])
     passed = {step.id for step in learned.steps if step.old_logprobs is not None}
@@ -117,7 +118,8 @@ def test_what_comes_after_a_token_weighs_by_distance() -> None:
     def weights(
         gaps: list[float], owners: list[int], sign: float = 1.0, at: list[int] | None = None
     ) -> list[float]:
-        signs, places = [sign] * len(gaps), at or list(range(len(gaps)))
+        signs = [sign] * len(gaps)
+        places = at or list(range(len(gaps)))
         how = {"weight": 0.5, "half_life": 1.0, "highest": 1.2, "limit": 3.0}
         return future_weights(gaps, owners, signs, places, **how)
 

@@ -111,7 +111,9 @@ def test_too_few_questions_are_reported_and_none_is_an_error() -> None:
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
-    first, again, other = make_source(seed=3), make_source(seed=3), make_source(seed=4)
+    first = make_source(seed=3)
+    again = make_source(seed=3)
+    other = make_source(seed=4)
     assert first.train_tasks() == again.train_tasks()
     assert first.warmup_tasks(10, 1) == again.warmup_tasks(10, 1)
     assert first.warmup_tasks(10, 1) != first.warmup_tasks(10, 2)

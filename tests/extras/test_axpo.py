@@ -289,7 +289,8 @@ def test_retries_are_a_group_of_their_own() -> None:
 )
 def test_law_1_with_forced_openings(loss: LossSettings) -> None:
     trees = [assign_credit(example())]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, loss)
     _, metrics = learner.learn(trees)
     expected = slow_loss(twin, trees, loss, 7.0)
@@ -335,7 +336,8 @@ def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought:
     call = StepContent(thought=thought, calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
     (wrote, _), *_ = form.render_step(call)
     opening = form.call_opening(wrote, None)
-    text, whole = shown(kind, opening), shown(kind, wrote)
+    text = shown(kind, opening)
+    whole = shown(kind, wrote)
     assert whole.startswith(text)
     assert text.endswith('{"name": "' if kind == "llama31" else "<tool_call>\n")
     rest = ids_of(kind, whole.removeprefix(text).removesuffix(end_of(kind)) + end_of(kind))
@@ -353,7 +355,8 @@ def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> Non
     class Mute:
         """A format without openings."""
 
-    explorer, tools = axpo(), make(Independent()).toolbox
+    explorer = axpo()
+    tools = make(Independent()).toolbox
     parts = make(Independent())
     with raises_code("no-opening"):
         Grower(parts.engine, Mute(), tools, explorer, parts.limits, parts.scorer)  # type: ignore[arg-type]

@@ -447,7 +447,8 @@ def pdf(text: str) -> bytes:
         b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
-    out, places = io.BytesIO(), []
+    out = io.BytesIO()
+    places = []
     out.write(b"%PDF-1.4\n")
     for number, one in enumerate(objects, start=1):
         places.append(out.tell())

@@ -17,7 +17,8 @@ from treegraft.tasks.rewards import RewardScorer, build_rewards
 
 OTHER = StepContent(calls=(ToolCall("search", "another"),), observations=SEARCH.observations)
 UNANSWERED = StepContent(calls=(ToolCall("search", "q"),))
-RIGHT, WRONG = StepContent(answer="New York City"), StepContent(answer="Boston")
+RIGHT = StepContent(answer="New York City")
+WRONG = StepContent(answer="Boston")
 
 
 def path(*contents: StepContent, origin: Origin = Origin.POLICY) -> tuple[list[Any], Status]:

@@ -125,7 +125,8 @@ def test_it_answers_after_the_results_that_nobody_answered_after() -> None:
 def decides_in_thoughts(path: str) -> str:
     """Thinks w1 before a search and w2 before an answer, and does what it has thought; the answer
     after its third result is right."""
-    num, thought = path.count("<result>"), path.rpartition("<think>")[2].split()
+    num = path.count("<result>")
+    thought = path.rpartition("<think>")[2].split()
     if "<think>" in path and not path.endswith(">"):
         action = SEARCH if thought == ["w1"] else WRONG
         return f"</think>{ANSWER if num == 3 and thought == ['w2'] else action}"

@@ -108,7 +108,8 @@ def words_of(text: str) -> list[str]:
 
 def by_the_formula(texts: list[list[str]], query: list[str]) -> np.ndarray:
     """BM25 as the head of `lexical` writes it, one passage after the other."""
-    num, mean = len(texts), np.mean([len(text) for text in texts])
+    num = len(texts)
+    mean = np.mean([len(text) for text in texts])
     scores = np.zeros(num)
     for word in query:
         found = sum(word in text for text in texts)
@@ -155,7 +156,8 @@ def test_scores_follow_the_formula(
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     """20 MB of text: what Python and numpy hold at the peak stays below 10 MB, and far below it
     while searching."""
-    path, draw = tmp_path / "large.jsonl", random.Random(0)
+    path = tmp_path / "large.jsonl"
+    draw = random.Random(0)
     filler = sentence(draw, 50) + " -" * 10_000
     with path.open("w") as file:
         for number in range(900):
@@ -243,7 +245,8 @@ def clustered(num: int, dim: int) -> np.ndarray:
 class Given:
     """Stands in for a model of 16 dimensions: a text is the number of its vector."""
 
-    name, dim = "given", 16
+    name = "given"
+    dim = 16
 
     def __init__(self, vectors: np.ndarray) -> None:
         self.vectors = vectors
@@ -255,7 +258,8 @@ class Given:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DenseIndex, np.ndarray]]:
     """21,500 vectors in lists, and the folder moved."""
-    folder, vectors = tmp_path_factory.mktemp("large"), clustered(21_500, 16)
+    folder = tmp_path_factory.mktemp("large")
+    vectors = clustered(21_500, 16)
     vectors.tofile(folder / "vectors.f16")
     np.save(folder / "offsets.npy", np.arange(len(vectors), dtype=np.uint64))
     dense.save_lists(vectors, folder / "lists.faiss")
@@ -305,7 +309,8 @@ def build(path: Path, encoder: Counting) -> DenseIndex:
 
 
 def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> None:
-    draw, encoder = random.Random(2), Counting()
+    draw = random.Random(2)
+    encoder = Counting()
     path = write(tmp_path / "c.jsonl", [sentence(draw) for _ in range(50)])
     old = build(path, encoder)
     assert encoder.num_texts == 50
@@ -327,7 +332,9 @@ def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> N
 
 
 def test_a_build_does_not_write_through_links(tmp_path: Path) -> None:
-    path, encoder, own = write(tmp_path / "c.jsonl", ["oak"]), Counting(), tmp_path / "own.txt"
+    path = write(tmp_path / "c.jsonl", ["oak"])
+    encoder = Counting()
+    own = tmp_path / "own.txt"
     own.write_text("kept")
     build(path, encoder).close()
     (record,) = (tmp_path / "c.jsonl.dense").glob("*/index.json")
@@ -343,7 +350,8 @@ def test_an_index_is_made_again_for_other_weights_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "c.jsonl", ["oak", "fir"])
-    encoder, weights = Counting(), tmp_path / "encoder" / "model.safetensors"
+    encoder = Counting()
+    weights = tmp_path / "encoder" / "model.safetensors"
     encoder.name = str(weights.parent)
     weights.parent.mkdir()
     monkeypatch.setattr(local, "build_encoder", lambda *_, **__: encoder)
@@ -377,7 +385,8 @@ home.find_or_make(path, home.index_home(path, "dense", ""), {"encoder": "hashing
 
 
 def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    draw, encoder = random.Random(3), Counting()
+    draw = random.Random(3)
+    encoder = Counting()
     path = write(tmp_path / "c.jsonl", [sentence(draw) for _ in range(80)])
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True

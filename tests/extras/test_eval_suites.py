@@ -348,7 +348,8 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
 ) -> None:
     whole = evaluated(agent, tmp_path / "whole")
     assert whole.report is not None and whole.report.is_complete and whole.stopped_by is None
-    write_tree, written = EvalFolder.add_tree, []
+    write_tree = EvalFolder.add_tree
+    written = []
 
     def stopping(self: EvalFolder, name: str, tree: Any) -> None:
         write_tree(self, name, tree)

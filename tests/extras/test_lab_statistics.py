@@ -97,7 +97,8 @@ def test_holm_only_raises_and_keeps_the_order(values: list[float]) -> None:
 
 
 def test_accuracy_at_equal_cost() -> None:
-    costs, accuracies = [0, 100, 200], [0.2, 0.4, 0.8]
+    costs = [0, 100, 200]
+    accuracies = [0.2, 0.4, 0.8]
     assert accuracy_at(costs, accuracies, 150) == pytest.approx(0.6)
     assert accuracy_at(costs, accuracies, 200) == 0.8
     assert accuracy_at(costs, accuracies, 201) is None

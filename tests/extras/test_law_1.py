@@ -36,7 +36,8 @@ OBJECTIVES = {**CORE, "appo": APPO}
 
 @pytest.mark.parametrize("name", ["appo", "dapo", "gspo"])
 def test_law_1_where_branches_teach_the_steps_above_them(name: str) -> None:
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     trees = [assign_credit(with_branches(tree), advantage=appo.APPO) for tree in example_trees(4)]
     assert any(step.advantage is not None for tree in trees for step in tree.steps)
     learner, descent = make_learner(model, OBJECTIVES[name])
@@ -51,8 +52,10 @@ def test_law_1_where_what_comes_after_weighs() -> None:
     """In the second epoch ratios are not 1: sums over what follows, distances that count results,
     and trajectories with two tokens past dual clip."""
     loss = APPO.model_copy(update={"dual_clip": 1.05})
-    model, twin = build_model("llama"), build_model("llama")
-    trees, start = example_trees(4), copy.deepcopy(twin)
+    model = build_model("llama")
+    twin = build_model("llama")
+    trees = example_trees(4)
+    start = copy.deepcopy(twin)
     learner, _ = make_learner(model, loss, 0.3, num_epochs=2)
     _, metrics = learner.learn(trees)
     for _ in range(2):
@@ -81,7 +84,8 @@ def with_branches(tree: Tree) -> Tree:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_law_1_with_a_factor_for_each_token(name: str) -> None:
     loss = OBJECTIVES[name]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     trees = with_entropy_factors(example_trees(3), weight=0.7)
     assert any(step.credit_factors is not None for tree in trees for step in tree.steps)
     trees = trees_for(loss, model, trees)

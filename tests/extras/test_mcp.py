@@ -152,7 +152,8 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         "start",
         "about",
     ]
-    weather, add = by_name["get_weather"], by_name["add"]
+    weather = by_name["get_weather"]
+    add = by_name["add"]
     assert isinstance(weather, McpTool) and isinstance(add, McpTool)
     assert (weather.description, weather.signature.text_parameter) == (
         "Tells the weather of a city.",
@@ -497,7 +498,8 @@ def test_names_become_tags(name: str, tag: str) -> None:
 
 
 def test_a_single_text_is_the_whole_body() -> None:
-    text, number = {"type": "string"}, {"type": "integer"}
+    text = {"type": "string"}
+    number = {"type": "integer"}
     for properties, parameter in (
         ({"q": text}, "q"),
         ({"q": number}, None),
@@ -510,7 +512,10 @@ def test_a_single_text_is_the_whole_body() -> None:
 
 def test_branches_over_a_server_name_the_setting_that_allows_them() -> None:
     class Writes:
-        name, description, capability, cacheable = "write", "Writes.", Capability.NONE, False
+        name = "write"
+        description = "Writes."
+        capability = Capability.NONE
+        cacheable = False
 
     config = Config()
     servers = [McpSettings(name="files", command=["x"]), McpSettings(name="web", url="http://h")]

@@ -55,7 +55,9 @@ class StandIn:
     """Sessions of one sum, in the shapes of the package's server 0.10; at most four at once."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.num_live, self.resets = kind, 0, []
+        self.kind = kind
+        self.num_live = 0
+        self.resets = []
         routes = [
             Route("/schema", lambda _: JSONResponse({"action": SCHEMAS[kind]})),
             WebSocketRoute("/ws", self.session),
@@ -99,7 +101,8 @@ class StandIn:
                 {"tools": [{"name": n, "description": d, "input_schema": s} for n, d, s in tools]},
             )
             return total
-        name, arguments = action["tool_name"], action["arguments"]
+        name = action["tool_name"]
+        arguments = action["arguments"]
         found: dict[str, Any] = {"tool_name": name, "result": None, "error": None}
         if name == "add" and arguments["number"] < 0:
             found["error"] = {

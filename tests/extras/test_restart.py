@@ -214,10 +214,8 @@ def test_prefixrl_mixes_both_and_draws_the_place_evenly() -> None:
     tree = grow(make(explorer, retriever=Kept(THREE)))
     found = restarts_of(tree)
     assert found.pop(0) == 2 and list(found.values()) == [2]
-    bare, stored = (
-        replace(tree, leaves=()),
-        [Stored(num_steps=3, has_answer=True, reward=1.0, source="e")],
-    )
+    bare = replace(tree, leaves=())
+    stored = [Stored(num_steps=3, has_answer=True, reward=1.0, source="e")]
     drawn = [explorer.restarts(bare, stored, 4, (seed, "train", 1, "t/0")) for seed in range(300)]
     places = [starts[1].below.num_steps or 0 for starts in drawn if starts[1].below is not None]
     assert sorted(set(places)) == [1, 2, 3]
@@ -312,7 +310,8 @@ def test_breads_search_does_not_count_leaves_that_failed_for_a_reason_of_ours() 
         (start,) = explorer.restarts(replace(grown, steps=(grown.root, *steps)), stored, 12, (0,))
         return start
 
-    bad, good = Part("s", reward=-1.0), Part("s", reward=1.0)
+    bad = Part("s", reward=-1.0)
+    good = Part("s", reward=1.0)
     # 2 is tried again; a leaf that did end counts.
     assert opened((0, bad)) == Start(2, Below(0, 2, "bread"))
     assert opened((0, bad), (2, lost), (2, lost)) == Start(2, Below(0, 2, "bread"))
@@ -478,7 +477,8 @@ def test_tree_grpo_compares_each_rollout_below_stored_steps_with_itself() -> Non
     tree = restarted(Part.of("rr", twins, Part("ss", reward=0.0), Part("s", reward=1.0)))
     leaves = assign_credit(tree, advantage=TREE_GRPO, eps=1e-15).leaves
     # Mean 1/2 and deviation 1/√3 over the place; ± 1/√2 within the rollout that branched.
-    place, start = math.sqrt(3) / 2, 1 / math.sqrt(2)
+    place = math.sqrt(3) / 2
+    start = 1 / math.sqrt(2)
     assert [leaf.advantage for leaf in leaves] == pytest.approx(
         [place + start, -place - start, -place, place]
     )
@@ -530,7 +530,8 @@ def deep() -> Tree:
 def test_law_1_below_stored_steps(loss: LossSettings) -> None:
     """Stored steps are in no loss, length or shaping, however deep the leaves stand below them."""
     trees = [deep()]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, loss)
     _, metrics = learner.learn(trees)
     expected = slow_loss(twin, trees, loss.model_copy(update={"shaping_weight": 0.0}), 7.0)
@@ -555,7 +556,8 @@ def test_law_1_luffys_loss_on_a_whole_trajectory(aggregation: Any) -> None:
     loss = LossSettings(aggregation=aggregation, graft_coef=1.0, graft_form="luffy")
     tree = with_whole(advantage="dr_grpo")
     assert [leaf.advantage for leaf in tree.leaves] == pytest.approx([-0.5, 0.0, 0.5])
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, loss)
     _, metrics = learner.learn([tree])
     own, _, stored = tree.trajectories()
@@ -594,7 +596,8 @@ def test_a_whole_trajectory_teaches_where_all_rollouts_fail() -> None:
 
 def test_trajectories_of_a_task_best_first(tmp_path: Path) -> None:
     """Of the task itself, without gaps, by reward and then by length."""
-    short, long = path_of("w3"), path_of("w4", "w5")
+    short = path_of("w3")
+    long = path_of("w4", "w5")
     poor = path_of("w6", reward=0.5)
     gap = path_of("w7", "w8")[1:]
     other = tuple(replace(trace, task_id="t/1") for trace in short)

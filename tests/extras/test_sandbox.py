@@ -62,7 +62,8 @@ BARE: tuple[str, ...] = ()
 
 def sandboxes() -> set[int]:
     """Live processes of bubblewrap below this one, and their first children."""
-    found, parents = set(), {os.getpid()}
+    found = set()
+    parents = {os.getpid()}
     while parents:
         below = set()
         for entry in Path("/proc").iterdir():
@@ -317,7 +318,8 @@ def test_no_sandbox_outlives_its_interpreter() -> None:
 def home() -> Iterator[Path]:
     """A home with a key in it, whose Python was configured with the home as its prefix."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    prefix, tests = Path(sys.base_prefix).resolve(), Path(__file__).parents[1]
+    prefix = Path(sys.base_prefix).resolve()
+    tests = Path(__file__).parents[1]
 
     def link(source: str, target: str) -> str:
         try:
@@ -494,7 +496,8 @@ def test_the_filter_lets_pass_what_its_table_names(machine: str) -> None:
     def verdict(number: int, first: int = 0, second: int = 0, arch: int | None = None) -> int:
         arch = seccomp._ARCHES[machine] if arch is None else arch
         data = {0: number, 4: arch, 16: first, 24: second}
-        place, value = 0, 0
+        place = 0
+        value = 0
         while True:
             code, if_true, if_false, constant = steps[place]
             place += 1
@@ -509,8 +512,11 @@ def test_the_filter_lets_pass_what_its_table_names(machine: str) -> None:
                 test[0x45] = bool(value & constant)
                 place += if_true if test[code] else if_false
 
-    allow, refuse, absent = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    numbers, named = checked(machine), set(seccomp.allowed(machine))
+    allow = 0x7FFF0000
+    refuse = 0x50000 | errno.EPERM
+    absent = 0x50000 | errno.ENOSYS
+    numbers = checked(machine)
+    named = set(seccomp.allowed(machine))
     assert not named & set(numbers.values())
     for number in set(range(2000)) - set(numbers.values()):
         expected = allow if number in named else absent if number >= 424 else refuse
@@ -518,7 +524,8 @@ def test_the_filter_lets_pass_what_its_table_names(machine: str) -> None:
     assert verdict(0, arch=0x40000003) == 0x80000000  # 32 bits
     clone, pair, lock = (numbers[name] for name in ("_CLONE", "_SOCKETPAIR", "_FCNTL"))
     assert [verdict(clone, flags) for flags in (0x3D0F00, 17, 0)] == [allow, refuse, refuse]
-    stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
+    stream = socket.SOCK_STREAM
+    datagram = socket.SOCK_DGRAM
     flags = socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     assert [
         verdict(pair, *given) for given in ((1, stream), (1, stream | flags), (1, datagram), (2, 1))

@@ -201,7 +201,8 @@ def test_imitation_before_the_first_update_counts() -> None:
 
 
 def test_results_survive_a_cut_line_and_equal_runs_get_their_own(tmp_path: Path) -> None:
-    path, runs = tmp_path / "results.jsonl", make_plan(written(tmp_path, SMALL)).runs
+    path = tmp_path / "results.jsonl"
+    runs = make_plan(written(tmp_path, SMALL)).runs
     found = {"curve": [{"update": 0, "accuracy": 0.5}]}
     add_results(path, runs[:1], found)
     with path.open("a") as file:
@@ -276,7 +277,8 @@ def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
         "arms.SFT = { command = 'sft', buffer = 'empty',"
         " settings.warmup = { num_steps = 1, traces = 'buffer' } }\n"
     )
-    plan, out = make_plan(written(tmp_path, text)), tmp_path / "out"
+    plan = make_plan(written(tmp_path, text))
+    out = tmp_path / "out"
     said: list[str] = []
     done = run_study(plan, out, out / "results.jsonl", workers=1, say=said.append)
     ((key, error),) = done.failures.items()
@@ -436,7 +438,8 @@ def test_the_brief_table_by_hand() -> None:
         ]
         return {"world": "w", "method": arm, "seed": pair, "curve": curve}
 
-    a, b = [(0.0, 0.5), (20.0, 0.7)], [(0.0, 0.5), (5.0, 0.8)]
+    a = [(0.0, 0.5), (20.0, 0.7)]
+    b = [(0.0, 0.5), (5.0, 0.8)]
     runs = Runs([line(arm, pair, of) for arm, of in (("A", a), ("B", b)) for pair in (0, 1)])
     at = {CALLS: [10.0], SECONDS: [40.0]}
     text = markdown(runs, Question(baseline="A", primary=["B"], at=at), is_brief=True)
@@ -579,7 +582,8 @@ def test_shuffled_steps_stand_under_other_histories(seed: int) -> None:
     for traces in STORED:
         own = [one for one in mixed if one.key in {trace.key for trace in traces}]
         own = [one for one in own if one.trajectory == traces[0].trajectory]
-        steps, values = [one.value for one in traces], [one.value for one in own]
+        steps = [one.value for one in traces]
+        values = [one.value for one in own]
         assert values[-1] == steps[-1] and own[-1].terminal
         assert sorted(map(repr, values)) == sorted(map(repr, steps))
         moved = zip(values[:-1], steps[:-1], strict=True)
@@ -739,7 +743,8 @@ def test_runs_of_removed_arms_stay_in_the_tables(tmp_path: Path, study: Command)
 
 def test_lines_have_the_settings_that_this_study_names(tmp_path: Path, study: Command) -> None:
     """Another study that shares the file may have named others for an equal run."""
-    path, shared = written(tmp_path, SMALL), tmp_path / "study.jsonl"
+    path = written(tmp_path, SMALL)
+    shared = tmp_path / "study.jsonl"
     point = {"update": 0, "accuracy": 0.5, CALLS: 1.0, SECONDS: 1.0}
     plan = make_plan(path)
     add_results(shared, plan.runs[1:], {"curve": [point]})

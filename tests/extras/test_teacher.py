@@ -154,7 +154,10 @@ def test_half_a_surrogate_pair_is_replaced() -> None:
 
 
 class Forger:
-    name, description, capability, cacheable = "search", "", Capability.STATELESS, False
+    name = "search"
+    description = ""
+    capability = Capability.STATELESS
+    cacheable = False
 
     async def __call__(self, body: str, task: Task) -> str:
         if "down" in body:
@@ -567,7 +570,8 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     ended = capsys.readouterr()
     assert "stopped; the finished tasks are in" in ended.err
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
-        done, num_traces = buffer.stats().num_tasks, len(buffer)
+        done = buffer.stats().num_tasks
+        num_traces = len(buffer)
     assert 0 < done < 12
     assert f"{num_traces} new" in ended.out
     with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):

@@ -76,7 +76,8 @@ class Half:
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    Own.calls, Own.faults = [], []
+    Own.calls = []
+    Own.faults = []
 
 
 def start(folder: Path, *trackers: str, updates: int = 2, resume: bool = False) -> RunResult:

@@ -18,7 +18,8 @@ def test_tree_grpo_by_hand() -> None:
     Within start 0: mean 1/2, deviation 1/√2, so ± 1/√2; the others 0. Over the task: mean 3/5,
     variance (3 · .16 + 2 · .36) / 4 = .3.
     """
-    right, wrong = 0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)
+    right = 0.4 / math.sqrt(0.3)
+    wrong = -0.6 / math.sqrt(0.3)
     found = forest_advantages([1, 0, 0, 1, 1], [0, 0, 1, 2, 2], eps=1e-15)
     half = 1 / math.sqrt(2)
     assert found.tolist() == pytest.approx([right + half, wrong - half, wrong, right, right])

@@ -483,7 +483,8 @@ def test_trees_are_recorded_as_in_our_runs(base: Path, tmp_path: Path) -> None:
 
 def test_training_goes_on_after_its_end_and_from_a_checkpoint(base: Path, tmp_path: Path) -> None:
     """The engine opens again; a resumed training goes on with the next update."""
-    config, folder = recipe(base), tmp_path / "out"
+    config = recipe(base)
+    folder = tmp_path / "out"
     own = {**QUIET, "save_strategy": "steps", "save_steps": 1}
     args = grpo_config(config, output_dir=str(folder), **own)
     trainer = TreeGRPOTrainer(None, config, args)
@@ -500,7 +501,8 @@ def test_resumed_after_sigkill(base: Path, tmp_path: Path) -> None:
     """From TRL's last checkpoint, with optimiser, schedule and order of tasks: equal trees and
     weights."""
     overrides = ["run.num_updates=4", "learn.schedule=linear", "learn.lr=0.03"]
-    config, folder = recipe(base, *overrides), tmp_path / "killed"
+    config = recipe(base, *overrides)
+    folder = tmp_path / "killed"
     script = ROOT / "tests" / "support" / "trl_check.py"
     done = subprocess.run(
         [sys.executable, str(script), str(base), str(folder), *overrides, "killed"],
@@ -698,9 +700,11 @@ def test_the_page_s_code_runs(base: Path, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["with_rows", "with_trees"])
 def test_the_examples_run(name: str, tmp_path: Path) -> None:
     """On a CPU with a tiny model: one step of few tokens."""
-    folder, model = tmp_path / "trl", tiny_chat(tmp_path / "model")
+    folder = tmp_path / "trl"
+    model = tiny_chat(tmp_path / "model")
     shutil.copytree(ROOT / "examples" / "trl", folder)
-    script, recipe_file = folder / f"{name}.py", folder / "recipe.toml"
+    script = folder / f"{name}.py"
+    recipe_file = folder / "recipe.toml"
     few = script.read_text().replace("max_steps=100", "max_steps=1, max_completion_length=12")
     script.write_text(few)
     small = recipe_file.read_text().replace("num_updates = 100", "num_updates = 1")

@@ -50,10 +50,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     pytest.importorskip("textarena", reason="needs textarena")
     nltk = pytest.importorskip("nltk", reason="needs nltk")
     folder = tmp_path_factory.mktemp("nltk")
-    lists, tagger = (
-        folder / "corpora" / "words",
-        folder / "taggers" / "averaged_perceptron_tagger_eng",
-    )
+    lists = folder / "corpora" / "words"
+    tagger = folder / "taggers" / "averaged_perceptron_tagger_eng"
     lists.mkdir(parents=True)
     tagger.mkdir(parents=True)
     for name in ("en", "en-basic"):
@@ -82,7 +80,8 @@ def opened(capability: Any = "replay", **options: Any) -> Environments:
 @pytest.mark.usefixtures("words")
 def test_tasks_have_the_game_s_prompt() -> None:
     tasks = VerifiersTasks(seed=0, num_train=3, num_eval=2, **WORDLE)
-    train, held_out = tasks.train_tasks(), tasks.eval_tasks()
+    train = tasks.train_tasks()
+    held_out = tasks.eval_tasks()
     assert [task.id for task in (*train, *held_out)] == [f"textarena/{n}" for n in range(5)]
     assert "You are Playing Wordle" in train[0].question and not train[0].reference
 
@@ -161,8 +160,11 @@ def test_a_turn_without_words_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None
             agents.agent.trace.record_reward("made", 1.0)
 
     kind = object.__new__(VerifiersEnvironments)
-    kind.env, kind.agents, kind._tasks = Episode(), ["agent"], [None]
-    kind._rest, kind._loop = iter(()), None
+    kind.env = Episode()
+    kind.agents = ["agent"]
+    kind._tasks = [None]
+    kind._rest = iter(())
+    kind._loop = None
     task = Task(id="t", question="?", reference=(), columns={INDEX: 0})
 
     async def work() -> list[str]:

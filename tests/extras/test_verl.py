@@ -177,7 +177,8 @@ def test_rows_of_the_queue_are_the_leaves(
     for uid in uids:
         tree = held.trees[uid]
         for place, path in enumerate(tree.trajectories()):
-            row, start = queue.rows[f"{uid}_{place}_0"], len(path.prompt_ids)
+            row = queue.rows[f"{uid}_{place}_0"]
+            start = len(path.prompt_ids)
             assert row["prompts"].tolist() == path.prompt_ids
             assert row["responses"].tolist() == path.completion_ids
             assert row["response_mask"].bool().tolist() == path.loss_mask[start:]
@@ -368,8 +369,10 @@ def test_contract_verls_server_reports_entropies(monkeypatch: pytest.MonkeyPatch
                 max_model_len=64, full_determinism=False, enable_rollout_routing_replay=False
             )
             self.model_config = SimpleNamespace(processor=None)
-            self.replica_rank, self.global_steps = 0, 7
-            self._disaggregation_role, self._pd_decode_peers = "null", []
+            self.replica_rank = 0
+            self.global_steps = 7
+            self._disaggregation_role = "null"
+            self._pd_decode_peers = []
             self._admitting = 0
             self.engine = replies
 

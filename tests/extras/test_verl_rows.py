@@ -162,7 +162,8 @@ class Server:
     """Replies from a list, each (token ids, log-probabilities, extra fields)."""
 
     def __init__(self, *replies: tuple[list[int], list[float] | None, dict[str, Any]]) -> None:
-        self.replies, self.asked = list(replies), []
+        self.replies = list(replies)
+        self.asked = []
 
     async def generate(self, request_id: str, **given: Any) -> Any:
         self.asked.append((request_id, given))
@@ -268,7 +269,8 @@ def test_data_and_arguments_by_command(tmp_path: Path) -> None:
     own = load_config(tiny(**OWN | {"model": {"path": str(base)}}))
     path = tmp_path / "agent.json"
     path.write_text(own.model_dump_json(), encoding="utf-8")
-    train, held_out = tmp_path / "out" / "train.parquet", tmp_path / "out" / "valid.parquet"
+    train = tmp_path / "out" / "train.parquet"
+    held_out = tmp_path / "out" / "valid.parquet"
     runner = CliRunner()
     given = ["verl-data", str(path), "--out", str(train), "--held-out", str(held_out)]
     done = runner.invoke(app, given)

@@ -55,7 +55,8 @@ def test_on_a_gpu_all_blocks_are_allocated_at_once() -> None:
 def test_the_room_of_a_gpu_is_what_learning_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cuda": (50e9, 80e9)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: free[device.type])
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu = torch.device("cpu")
+    gpu = torch.device("cuda")
     assert cache_bytes("auto", cpu) == 4e9 and cache_bytes(0.5, cpu) == 5e8
     assert cache_bytes("auto", gpu, 30e9) == 20e9 and cache_bytes(50, gpu, 30e9) == 50e9
     for cache_gb, reserved in ((51, 0.0), ("auto", 50e9)):
@@ -162,7 +163,8 @@ def check(cache: PathCache) -> None:
 def test_a_worked_example() -> None:
     """150 tokens are 64 + 64 + 22; a path that parts at 100 shares one block and copies 36
     positions of the second."""
-    cache, path = make_cache(), list(range(150))
+    cache = make_cache()
+    path = list(range(150))
     first = open_and_feed(cache, path)
     assert [len(node.token_ids) for node in first.nodes] == [64, 64, 22]
     branch = cache.open([*path[:100], 7, 8, 9], 200)
@@ -216,7 +218,8 @@ def test_the_oldest_goes_first_and_its_parents_after_it() -> None:
 def test_a_block_whose_last_child_goes_for_its_copy_can_go_too() -> None:
     """Two blocks of one path fill the cache; another path parts within the first, and its block
     takes the place of the second."""
-    cache, path = make_cache(max_blocks=2), list(range(128))
+    cache = make_cache(max_blocks=2)
+    path = list(range(128))
     cache.close(open_and_feed(cache, path))
     row = open_and_feed(cache, [*path[:32], 7, 8])
     assert cache.num_evictions == 1 and cache.pool.num_blocks == 2

@@ -54,7 +54,8 @@ def test_a_batch_is_compared_as_a_whole() -> None:
     config = load_config({"credit": {"advantage": "reinforce++"}})
     first, second = credit_trees([small_tree(), other], config)
     spread = math.sqrt((5 * 16 / 81 + 4 * 25 / 81) / 8)
-    right, wrong = 4 / 9 / spread, -5 / 9 / spread
+    right = 4 / 9 / spread
+    wrong = -5 / 9 / spread
     assert [leaf.advantage for leaf in first.leaves] == [
         pytest.approx(right),
         pytest.approx(wrong),

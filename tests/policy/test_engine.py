@@ -105,7 +105,8 @@ def complete_one(
 def test_scores_are_those_of_a_plain_forward_pass(family: str, compiled: bool) -> None:
     """Three branches of one path, at three temperatures, in one batch, against whole logits of the
     plain model."""
-    model, prompt = build_model(family), ids_of(70, 1)
+    model = build_model(family)
+    prompt = ids_of(70, 1)
     temperatures = (1.0, 0.6, 1.7)
     own = (ids_of(1, 2), ids_of(9, 3), ids_of(3, 4))
 
@@ -158,7 +159,9 @@ def test_models_it_cannot_run_are_refused(family: str, dtype: torch.dtype) -> No
 def test_frequencies_agree_with_the_distribution() -> None:
     """1500 draws from one distribution: chi-square over tokens with at least 5 expected, the rest
     as one cell."""
-    model, prefix, count = build_model("llama"), ids_of(5, 7), 1500
+    model = build_model("llama")
+    prefix = ids_of(5, 7)
+    count = 1500
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
 
     async def work(engine: NativeEngine) -> list[Completion]:
@@ -178,7 +181,8 @@ def test_frequencies_agree_with_the_distribution() -> None:
     common = expected >= 5
     cells = torch.cat([expected[common], expected[~common].sum()[None]])
     seen = torch.cat([observed[common], observed[~common].sum()[None]])
-    chi, freedom = float(((seen - cells) ** 2 / cells).sum()), len(cells) - 1
+    chi = float(((seen - cells) ** 2 / cells).sum())
+    freedom = len(cells) - 1
     assert freedom > 10
     # Mean f, variance 2f; four deviations either way.
     assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
@@ -205,7 +209,8 @@ def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies
     """600 tokens are blocks of 256, 256 and 88; p falls with their number. Chi-square of 4,000
     draws."""
     logits = -torch.arange(600) / 100.0
-    count, kernels = 4000, kernels_for(16, torch.float32, "cpu") if compiled else None
+    count = 4000
+    kernels = kernels_for(16, torch.float32, "cpu") if compiled else None
     tokens, logprobs, entropies = sample_tokens(
         logits.repeat(count, 1),
         [1.0] * count,
@@ -423,7 +428,9 @@ def assert_equal_in_any_company(
 def test_a_long_neighbour_changes_no_bit() -> None:
     """Sums over more than some 384 positions are cut by their whole length, unless they are taken
     in spans."""
-    prompt, mine, sampling = ids_of(30, 1), ids_of(300, 2), Sampling(max_new_tokens=15)
+    prompt = ids_of(30, 1)
+    mine = ids_of(300, 2)
+    sampling = Sampling(max_new_tokens=15)
 
     async def alone(engine: NativeEngine) -> Completion:
         return await engine.complete(Request(prompt + mine, sampling, noise_key=(1,)))
@@ -715,8 +722,11 @@ def test_probes_hear_the_first_entropies() -> None:
 
 
 def test_a_publish_drains_and_then_everything_is_new() -> None:
-    old, new = build_model("llama", 0), build_model("llama", 1)
-    prefix, long, short = ids_of(40, 1), Sampling(max_new_tokens=40), Sampling(max_new_tokens=6)
+    old = build_model("llama", 0)
+    new = build_model("llama", 1)
+    prefix = ids_of(40, 1)
+    long = Sampling(max_new_tokens=40)
+    short = Sampling(max_new_tokens=6)
 
     async def work(engine: NativeEngine) -> Any:
         assert isinstance(engine, Engine) and engine.fingerprint == weights_fingerprint(
@@ -776,7 +786,8 @@ def test_foreign_weights_are_refused_and_the_engine_lives_on() -> None:
 
 def break_after(engine: NativeEngine, calls: int, gate: threading.Event) -> None:
     """Lets the engine's forward pass wait for the gate, and fail at its n-th call."""
-    forward, count = engine._run, [0]
+    forward = engine._run
+    count = [0]
 
     def failing(segments: Any) -> Any:
         gate.wait(10.0)
@@ -822,7 +833,8 @@ def test_a_death_reaches_every_waiter() -> None:
 
 def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
     """Makes these calls of a method, counted from 1, end as those of a full GPU do."""
-    original, count = getattr(engine, name), [0]
+    original = getattr(engine, name)
+    count = [0]
 
     def failing(*args: Any) -> Any:
         count[0] += 1
@@ -836,7 +848,9 @@ def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
 def test_no_memory_for_a_row_lets_it_wait_and_then_fails_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opened, open_row, is_over = [0], PathCache.open, False
+    opened = [0]
+    open_row = PathCache.open
+    is_over = False
 
     def full(cache: PathCache, *args: Any) -> Row | None:
         opened[0] += 1
@@ -951,7 +965,8 @@ def test_a_long_prompt_is_taken_in_beside_rows_that_decode() -> None:
     4."""
 
     async def work(engine: NativeEngine) -> list[str]:
-        engine._buckets, engine._room = (16, 32), 32
+        engine._buckets = (16, 32)
+        engine._room = 32
         ended: list[str] = []
 
         async def complete(name: str, prefix: tuple[int, ...], count: int) -> None:
@@ -1032,7 +1047,8 @@ def num_rows_fed(work: Callable[[NativeEngine], Awaitable[Any]], **settings: Any
 
 
 def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -> None:
-    prompt, sampling = ids_of(50, 1), Sampling(max_new_tokens=4)
+    prompt = ids_of(50, 1)
+    sampling = Sampling(max_new_tokens=4)
 
     async def group(engine: NativeEngine) -> None:
         await asyncio.gather(
@@ -1055,8 +1071,10 @@ def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -
 
 def test_forgotten_prompts_give_back_their_blocks() -> None:
     """Full blocks, which another prompt may begin with, stay until room is needed."""
-    start, sampling = ids_of(64, 1), Sampling(max_new_tokens=2)
-    one, two = start + ids_of(80, 2), start + ids_of(70, 3)
+    start = ids_of(64, 1)
+    sampling = Sampling(max_new_tokens=2)
+    one = start + ids_of(80, 2)
+    two = start + ids_of(70, 3)
 
     async def work(engine: NativeEngine) -> None:
         for prompt in (one, two):
@@ -1074,7 +1092,8 @@ def test_forgotten_prompts_give_back_their_blocks() -> None:
 
 def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
     """The only row is idle and holds another branch: it must be given up, not waited for."""
-    prompt, sampling = ids_of(5, 1), Sampling(max_new_tokens=3)
+    prompt = ids_of(5, 1)
+    sampling = Sampling(max_new_tokens=3)
 
     async def work(engine: NativeEngine) -> list[Completion]:
         return [

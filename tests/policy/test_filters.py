@@ -61,7 +61,8 @@ def test_a_drawn_token_that_is_kept_stays_the_one_drawn_from_a_small_vocabulary(
     """The noise is that of the key, so leaving out others does not move the maximum."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(200, size, generator=generator)
-    filters, same = Filters(top_k=size // 5), 0
+    filters = Filters(top_k=size // 5)
+    same = 0
     for number, row in enumerate(logits):
         [whole] = sample_tokens(row[None], [1.0], [(number,)], [0])[0].tolist()
         left = filtered(row, 1.0, filters, [])
@@ -76,7 +77,8 @@ def test_a_drawn_token_that_is_kept_stays_the_one_drawn_from_a_small_vocabulary(
 
 
 def test_an_engine_draws_from_what_is_left_and_scores_that() -> None:
-    model, prefix = build_model("llama"), ids_of(40, 1)
+    model = build_model("llama")
+    prefix = ids_of(40, 1)
     filters = Filters(top_k=5, top_p=0.9, repetition_penalty=1.3)
     sampling = Sampling(max_new_tokens=12, temperature=0.7, filters=filters)
 

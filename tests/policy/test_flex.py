@@ -258,7 +258,8 @@ def test_the_proof_before_any_work_is_of_the_heads_that_passes_ask_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that a model's layers call our attention with, windows and caps included."""
-    model, asked = build_model(name), set()
+    model = build_model(name)
+    asked = set()
     monkeypatch.setattr(
         flex_module,
         "proven_flex",
@@ -306,7 +307,8 @@ def test_the_proof_needs_gradients_wherever_it_is_asked_for(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_compiled_on_a_cpu() -> None:
     """Without gradients and windows, which torch compiles for a GPU alone. Twenty seconds."""
-    shape, tree = AttentionShape(2, 1, 16, softcap=2.0), probe_tree(384)
+    shape = AttentionShape(2, 1, 16, softcap=2.0)
+    tree = probe_tree(384)
     query, key, value = (torch.randn(heads, 384, 16) for heads in (2, 1, 1))
     with torch.no_grad():
         blocks = tree_block_mask(tree.nodes, None)

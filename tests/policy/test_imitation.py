@@ -69,7 +69,8 @@ def chosen(path: Path, **settings: Any) -> list[tuple[str, int]]:
 
 
 def test_best_of_each_question_by_reward_then_by_length(tmp_path: Path) -> None:
-    first, second = TASKS[0], TASKS[1]
+    first = TASKS[0]
+    second = TASKS[1]
     num = {task.id: len(WORLD.expert(task, 0)) for task in (first, second)}
     path = buffer_of(
         tmp_path / "b.sqlite",
@@ -95,7 +96,8 @@ def test_best_of_each_question_by_reward_then_by_length(tmp_path: Path) -> None:
 
 
 def test_a_shared_step_has_the_reward_of_each_trajectory(tmp_path: Path) -> None:
-    bad, good = traces(TASKS[0], "0", reward=0.2), traces(TASKS[0], "1", reward=0.9)
+    bad = traces(TASKS[0], "0", reward=0.2)
+    good = traces(TASKS[0], "1", reward=0.9)
     wrong = replace(bad[-1], value=StepContent(answer="e0"), reward=0.2)
     path = buffer_of(tmp_path / "b.sqlite", [*bad[:-1], wrong], good)
     with TraceBuffer.open_as_built(path) as buffer:
@@ -136,7 +138,8 @@ def test_trajectories_that_cannot_be_imitated_are_counted(tmp_path: Path) -> Non
 
 
 def test_in_environments_the_question_is_as_it_was_shown(tmp_path: Path) -> None:
-    steps, about = WORLD.expert(TASKS[0], 0)[:-1], {"source": "s", "trajectory": "a"}
+    steps = WORLD.expert(TASKS[0], 0)[:-1]
+    about = {"source": "s", "trajectory": "a"}
     for question in (TASKS[0].question, "#@  #\n# $ #"):
         first, *rest = split_steps(TASKS[0].id, question, steps, reward=1.0, **about)  # type: ignore[arg-type]
         assert first.key == " ".join(question.split())
@@ -241,14 +244,16 @@ def gradient_after(trees: Sequence[Tree], max_pack_tokens: int) -> tuple[float, 
 def test_imitation_is_one_mean_over_the_tokens_of_the_batch(demonstrations: list[Tree]) -> None:
     model = small_model()
     # A slow loop: each demonstration alone, its tokens summed, one division at the end.
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for tree in demonstrations:
         ids = [token for step in tree.steps for token in step.token_ids]
         mask = [carries for step in tree.steps for carries in step.loss_mask]
         logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
         for place in range(1, len(ids)):
             if mask[place]:
-                total, count = total - logprobs[place - 1, ids[place]], count + 1
+                total = total - logprobs[place - 1, ids[place]]
+                count = count + 1
     (total / count).backward()
     expected = torch.cat([one.grad.flatten() for one in model.parameters()])
     # One pass, several, and one for each demonstration.
@@ -321,7 +326,8 @@ def test_a_buffer_is_imitated_then_trained_on(
 
 def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
     """Has the warm-up fail at its step `step`, from 1."""
-    steps, imitate = 0, Learner.imitate
+    steps = 0
+    imitate = Learner.imitate
 
     def stopped(self: Learner, trees: Sequence[Tree], *rest: Any) -> float:
         nonlocal steps

@@ -62,10 +62,8 @@ def test_products_of_any_shape_whose_rows_do_not_depend_on_each_other(
         pytest.skip("no products of ours for this processor")
     draw = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs + 6, generator=draw).to(dtype)[:, 4 : 4 + inputs]
-    weight, bias = (
-        torch.randn(outputs, inputs, generator=draw).to(dtype),
-        torch.randn(outputs, generator=draw).to(dtype),
-    )
+    weight = torch.randn(outputs, inputs, generator=draw).to(dtype)
+    bias = torch.randn(outputs, generator=draw).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -108,7 +106,8 @@ def test_attention_over_blocks(
     """Tokens at any positions, each on its own path of blocks in any order, against softmax in
     float64; padding rows are 0."""
     width, kv_heads, group = shape
-    kernels, heads = compiled(width, dtype), kv_heads * group
+    kernels = compiled(width, dtype)
+    heads = kv_heads * group
     generator = torch.Generator().manual_seed(len(positions))
     num_blocks = 4 * len(positions)
     keys = torch.randn(num_blocks, kv_heads, width, BLOCK, generator=generator).to(dtype)
@@ -158,7 +157,8 @@ def test_attention_over_blocks(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 30, 576])
 def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
-    kernels, generator = compiled(16, dtype), torch.Generator().manual_seed(0)
+    kernels = compiled(16, dtype)
+    generator = torch.Generator().manual_seed(0)
     x, added, both = (
         torch.randn(5, n, generator=generator).to(dtype) for n in (size, size, 2 * size)
     )
@@ -166,7 +166,8 @@ def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
     close: dict[str, Any] = (
         {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
     )
-    state, total = x.clone(), x + added
+    state = x.clone()
+    total = x + added
     normed = kernels.norm(state, added, weight, 1e-5)
     torch.testing.assert_close(state, total)
     expected = torch.nn.functional.rms_norm(total.float(), (size,), eps=1e-5) * weight.float()
@@ -195,14 +196,16 @@ def test_gates_far_from_zero(dtype: torch.dtype) -> None:
 def test_a_layer_of_another_shape_is_refused() -> None:
     model = build_model("llama")
     width = model.config.head_dim
-    kernels, cache = compiled(width), PathCache(BlockPool(model, 0.0), max_rows=1)
+    kernels = compiled(width)
+    cache = PathCache(BlockPool(model, 0.0), max_rows=1)
     row = cache.open([1, 2, 3], 3)
     assert row is not None
     cache.extend(row, 3)
     plan = RaggedPlan(3, cache.pool, cache.table, [Segment(row, 3, 0)], kernels)
     kv_heads = cache.pool.keys[0].shape[1]
     options = AttentionOptions(1.0, None, None, None)
-    query, key = torch.zeros(2 * kv_heads, 3, width), torch.zeros(kv_heads, 3, width)
+    query = torch.zeros(2 * kv_heads, 3, width)
+    key = torch.zeros(kv_heads, 3, width)
     assert plan.attend(0, query, key, key, options).shape == (3, 2 * kv_heads, width)
     for wrong in (
         torch.zeros(kv_heads + 1, 3, width),
@@ -226,7 +229,8 @@ tensors are copied where they have gaps."""
 
 def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
     """Of each call one tensor at a time is wrong."""
-    kernels, draw = compiled(16), torch.Generator().manual_seed(0)
+    kernels = compiled(16)
+    draw = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw)
@@ -270,7 +274,8 @@ def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
 def test_noise_does_not_depend_on_torchs_default_type(default: torch.dtype) -> None:
-    kernels, draws = compiled(16), torch.tensor([[5, 6, n] for n in range(7)])
+    kernels = compiled(16)
+    draws = torch.tensor([[5, 6, n] for n in range(7)])
     expected = kernels.gumbels(draws, 300)
     torch.set_default_dtype(default)
     try:
@@ -320,7 +325,8 @@ def test_rotation_and_storing() -> None:
     at all in (2, 4)."""
     kernels = compiled(4)
     query, key, value = (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]) for _ in range(3))
-    keys, values = torch.zeros(3, 1, 4, BLOCK), torch.zeros(3, 1, BLOCK, 16)
+    keys = torch.zeros(3, 1, 4, BLOCK)
+    values = torch.zeros(3, 1, BLOCK, 16)
     table, rows, at = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2]], [0], [70]))
     batch = kernels.batch(table, rows, at, 1, 1)
     kernels.store(

@@ -119,7 +119,8 @@ def test_law_19_rows_give_the_loss_and_gradient_of_packed_trees(
 ) -> None:
     config = config_of(name, aggregation)
     trees = trees_of(config)
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, config.loss)
     _, metrics = learner.learn(trees)
     expected = rows_loss(twin, leaf_rows(trees, config), config.loss)
@@ -133,8 +134,10 @@ def test_law_19_rows_give_the_loss_and_gradient_of_packed_trees(
 def test_law_19_away_from_the_old_policy(aggregation: str) -> None:
     """Two passes over the same trees: in the second, ratios are off 1 and the clip cuts some."""
     config = config_of("rapo-hard-weighted", aggregation, clip_low=0.05, clip_high=0.05)
-    trees, lr = trees_of(config), 0.3
-    model, twin = build_model("llama"), build_model("llama")
+    trees = trees_of(config)
+    lr = 0.3
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, config.loss, lr, num_epochs=2)
     _, metrics = learner.learn(trees)
     start = copy.deepcopy(twin)
@@ -151,7 +154,8 @@ def test_law_19_away_from_the_old_policy(aggregation: str) -> None:
 def test_law_19_by_the_log_probabilities_of_the_engine() -> None:
     config = config_of("arpo-hard", "token-mean", old_logprobs="engine", clip_low=0.97)
     trees = trees_of(config)
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, config.loss)
     learner.learn(trees)
     rows_loss(twin, leaf_rows(trees, config), config.loss).backward()
@@ -212,7 +216,8 @@ def test_rows_hold_what_trees_hold(
     )
     named = [replace(tree, group_id=f"{n}") for n, tree in enumerate(trees)]
     credited = [with_factors(t) if by_token else t for t in credit_trees(named, config)]
-    batch, rows = pack_trees(credited), iter(leaf_rows(credited, config))
+    batch = pack_trees(credited)
+    rows = iter(leaf_rows(credited, config))
     weights: dict[str, float] = defaultdict(float)
     tokens = batch.per_trajectory(batch.sampling_logprobs)
     owners = batch.trajectories

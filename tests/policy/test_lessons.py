@@ -97,7 +97,8 @@ def test_law_1_the_gradient_is_that_of_lessons_learned_one_by_one() -> None:
     """c / |Z| · Σ w / n Σ log π, whatever shares a pack; the lesson of weight 0 counts in |Z|."""
     shown = [(lesson(str(n), "p" * (34 + n), seed=n), w) for n, w in enumerate((0.5, 0.0, 1.0))]
     lessons = [replace(tree, leaves=(replace(tree.leaves[0], advantage=w),)) for tree, w in shown]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, LossSettings(lesson_coef=2.0))
     # Trees of one reward teach nothing, so the gradient is the lessons' alone.
     flat = [

@@ -140,10 +140,12 @@ def test_truncated_leaves_keep_their_place_in_the_denominator() -> None:
 
 
 def test_groups_without_variance_are_skipped_but_counted() -> None:
-    flat, mixed = example_trees(2)[1], example_trees(1)[0]
+    flat = example_trees(2)[1]
+    mixed = example_trees(1)[0]
     for aggregation in ("token-mean", "sequence-mean"):
         loss = LossSettings(aggregation=aggregation)  # type: ignore[arg-type]
-        model, twin = build_model("llama"), build_model("llama")
+        model = build_model("llama")
+        twin = build_model("llama")
         learner, descent = make_learner(model, loss)
         learned, metrics = learner.learn([mixed, flat])
         slow_loss(twin, [mixed, flat], loss, 7.0).backward()
@@ -168,7 +170,8 @@ def test_groups_without_variance_are_skipped_but_counted() -> None:
 
 def test_with_a_divergence_term_flat_groups_are_learned_from(tmp_path: Path) -> None:
     flat = example_trees(2)[1]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     loss = LossSettings(kl_coef=0.5)
     learner, descent = make_learner(model, loss)
     learner.keep_reference(tmp_path, is_new=True)
@@ -185,7 +188,8 @@ def test_with_an_entropy_bonus_flat_groups_are_learned_from() -> None:
     """One descent step on the bonus alone raises the entropy; a negative weight lowers it."""
     flat = example_trees(2)[1]
     for coef, sign in ((0.5, 1), (-0.5, -1)):
-        model, twin = build_model("llama"), build_model("llama")
+        model = build_model("llama")
+        twin = build_model("llama")
         learner, descent = make_learner(model, LossSettings(entropy_coef=coef), 0.1)
         _, before = learner.learn([flat])
         slow_loss(twin, [flat], LossSettings(entropy_coef=coef), 7.0).backward()

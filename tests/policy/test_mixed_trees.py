@@ -123,7 +123,8 @@ def plain_retrieval_reward(path: Trajectory) -> float:
 def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None) -> torch.Tensor:
     """The objectives over uncredited trees; `old` gives the old log-probabilities, None takes the
     present ones."""
-    loss, total = rules.loss, torch.zeros((), dtype=torch.float64)
+    loss = rules.loss
+    total = torch.zeros((), dtype=torch.float64)
     live = [
         [path for path in tree.trajectories() if path.status is not Status.FAILED] for tree in trees
     ]
@@ -208,7 +209,8 @@ def credited(trees: Sequence[Tree], rules: Rules) -> list[Tree]:
 def assert_exact(trees: Sequence[Tree], rules: Rules) -> None:
     """One optimiser step, packed and plain: loss within 1e-6 of its size where that is above 1,
     gradient within 1e-5 relative norm."""
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, descent = make_learner(model, rules.loss)
     _, metrics = learner.learn(credited(trees, rules))
     assert all(map(meaning, metrics))
@@ -309,14 +311,16 @@ def test_scores_of_samples_and_imitated_tokens_are_those_of_plain_passes(path_ki
 def test_law_1_over_two_minibatches(attribution: str, imitated: dict[str, Any]) -> None:
     """RAPO's two mini-batches: old log-probabilities are those of the start, imitated tokens follow
     the policy as it is."""
-    rules, lr = Rules(loss_settings(clip_low=0.1, clip_high=0.1, **imitated), attribution), 0.3
+    rules = Rules(loss_settings(clip_low=0.1, clip_high=0.1, **imitated), attribution)
+    lr = 0.3
     trees = [
         build_tree(RICH, seed=1),
         build_tree(SMALL, seed=2),
         build_tree(SMALL, seed=6),
         build_tree(RICH, seed=7),
     ]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     start = copy.deepcopy(twin)
     learner, _ = make_learner(model, rules.loss, lr, num_minibatches=2)
     _, metrics = learner.learn(credited(trees, rules))

@@ -37,7 +37,8 @@ def draws_of(num: int, *key: int | str) -> torch.Tensor:
 def slow_words(counter: list[int], key: list[int]) -> list[int]:
     """Philox-4x32-10 as the paper writes it, by Python's whole numbers."""
     for _ in range(10):
-        first, third = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        first = counter[0] * 0xD2511F53
+        third = counter[2] * 0xCD9E8D57
         counter = [
             (third // WORD) ^ counter[1] ^ key[0],
             third % WORD,
@@ -91,16 +92,19 @@ def test_words_are_those_of_an_independent_slow_loop_for_any_counter_and_key() -
     found = philox_4x32(counters, keys)
     for row in range(7):
         for entry in range(30):
-            own, key = counters[:, row, entry].tolist(), keys[:, row, 0].tolist()
+            own = counters[:, row, entry].tolist()
+            key = keys[:, row, 0].tolist()
             assert found[:, row, entry].tolist() == slow_words(own, key)
 
 
 def test_an_entry_is_a_function_of_key_position_and_number() -> None:
     """Whatever rows stand beside it and however many entries are drawn; a row without a position
     has none."""
-    key, at = (1, "train", 0, "task", "0.1"), 37
+    key = (1, "train", 0, "task", "0.1")
+    at = 37
     draws = torch.tensor([(0, 0, -1), (*noise_words(key), at), (*noise_words((2,)), at)])
-    many, few = philox_gumbels(draws, 103), philox_gumbels(draws[1:2], 5)
+    many = philox_gumbels(draws, 103)
+    few = philox_gumbels(draws[1:2], 5)
     expected = torch.tensor([slow_gumbel(key, at, entry) for entry in range(103)])
     torch.testing.assert_close(many[1], expected, rtol=2e-7, atol=1e-12)
     assert torch.equal(many[1, :5], few[0])
@@ -116,7 +120,8 @@ def test_kernels_draw_the_noise_of_torch(kernels: Kernels) -> None:
     draws = draws_of(300, "ulp")
     draws[7, 2], draws[8, 2] = -1, WORD - 1
     for size in (1, 63, 64, 65, 850):
-        ours, plain = kernels.gumbels(draws, size), philox_gumbels(draws, size)
+        ours = kernels.gumbels(draws, size)
+        plain = philox_gumbels(draws, size)
         assert ours.shape == plain.shape == (300, size) and not ours[7].any()
         units = (ours.view(torch.int32).long() - plain.view(torch.int32).long()).abs()
         assert int(units.max()) <= 1
@@ -137,7 +142,8 @@ def test_uniforms_have_the_uniform_distribution(by: str, kernels: Kernels) -> No
     for name, gumbels in samples.items():
         uniforms = (-(-gumbels.double()).exp()).exp()
         assert float(uniforms.min()) > 0 and float(uniforms.max()) < 1
-        ordered, steps = uniforms.sort().values, torch.arange(5001) / 5000
+        ordered = uniforms.sort().values
+        steps = torch.arange(5001) / 5000
         gap = max(float((steps[1:] - ordered).max()), float((ordered - steps[:-1]).max()))
         # 1.95 / sqrt(n) is exceeded once in a thousand; keys and positions are fixed.
         assert gap < 1.95 / 5000**0.5, name
@@ -157,7 +163,8 @@ def test_a_million_draws_are_the_same_by_kernels_and_by_torch_but_for_near_ties(
 ) -> None:
     """From 8 tokens, where both take the same steps to the logits."""
     logits = 2 * torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
-    logprobs, num_ties = logits.log_softmax(dim=-1), 0
+    logprobs = logits.log_softmax(dim=-1)
+    num_ties = 0
     for part in range(10):
         draws = draws_of(100_000, "million", part)
         ours, plain = (logprobs + f(draws, 8) for f in (kernels.gumbels, philox_gumbels))
@@ -171,7 +178,8 @@ def test_a_million_draws_are_the_same_by_kernels_and_by_torch_but_for_near_ties(
 def test_tokens_of_both_ways_are_the_same_from_a_large_vocabulary(kernels: Kernels) -> None:
     """In two steps: the sums of blocks differ by rounding between the ways."""
     logits = 3 * torch.randn(2000, 3000, generator=torch.Generator().manual_seed(2))
-    keys, positions = [("large", n) for n in range(2000)], [n % 9 for n in range(2000)]
+    keys = [("large", n) for n in range(2000)]
+    positions = [n % 9 for n in range(2000)]
     with_kernels, without = (
         sample_tokens(logits, [0.8] * 2000, keys, positions, one) for one in (kernels, None)
     )

@@ -220,7 +220,8 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
     # A finite one begins the count anew.
     assert step(None) == pytest.approx(2**0.5) and step(math.nan) and step(math.nan)
     resumed.load_state(optimiser.state())
-    model, optimiser = models[1], resumed
+    model = models[1]
+    optimiser = resumed
     with raises_code("gradient-not-finite"):
         step(math.nan)
     assert all(bool(tensor.isfinite().all()) for tensor in optimiser.state().values())
@@ -229,7 +230,8 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
 def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]:
     """The learning rates of the first steps, by a model of one weight."""
     model = torch.nn.Linear(1, 1, bias=False)
-    found, optimiser = [], MasterAdamW(model, learn, num_planned=num_planned)
+    found = []
+    optimiser = MasterAdamW(model, learn, num_planned=num_planned)
     for taken in range(num_taken):
         if taken == 3:  # a resumed run
             state = {name: tensor.clone() for name, tensor in optimiser.state().items()}
@@ -295,7 +297,8 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     resumed.load_state(state)
     for learner in (whole, resumed):
         learner.learn(trees)
-    ours, theirs = resumed.state(), whole.state()
+    ours = resumed.state()
+    theirs = whole.state()
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )

@@ -147,7 +147,9 @@ def test_every_path_can_be_read_back(trees: list[Tree]) -> None:
 def test_contributions_follow_paths(trees: list[Tree]) -> None:
     """Each sampled token of each trajectory, with the token before it on the path as its source."""
     batch = pack_trees(trees)
-    ids, sampled, sources = batch.token_ids.tolist(), batch.sampled.tolist(), batch.sources.tolist()
+    ids = batch.token_ids.tolist()
+    sampled = batch.sampled.tolist()
+    sources = batch.sources.tolist()
     position = batch.position_ids.tolist()
     rows = iter(
         zip(
@@ -255,7 +257,8 @@ def test_grafts_that_did_not_pay_are_not_packed() -> None:
 @at_most(25)
 def test_imitated_texts_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
     credited = [assign_credit(tree) for tree in trees]
-    batch, plain = pack_trees(credited, takes_imitated=True), pack_trees(credited)
+    batch = pack_trees(credited, takes_imitated=True)
+    plain = pack_trees(credited)
     assert batch.num_tokens == plain.num_tokens + sum(
         num_imitated_tokens(tree) for tree in credited
     )

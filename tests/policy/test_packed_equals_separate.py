@@ -87,7 +87,8 @@ def without_signs(tree: Tree) -> Tree:
 @settings(max_examples=12, deadline=None)
 def test_law_1_on_random_trees(trees: list[Tree], kind: str, aggregation: str) -> None:
     credited = [assign_credit(tree) for tree in trees]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     batch = pack_trees(credited)
     with pytest.MonkeyPatch.context() as patch:
         attend_by(kind, patch)
@@ -166,7 +167,8 @@ def test_law_1_gradients_of_the_published_objectives(
     name: str, path_kind: str, tmp_path: Path
 ) -> None:
     loss = OBJECTIVES[name]
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     trees = example_trees(3, advantage="dr_grpo" if name == "dr-grpo" else "grpo")
     trees = trees_for(loss, model, trees)
     learner, descent = make_learner(model, loss)
@@ -194,7 +196,8 @@ def test_law_1_over_minibatches_and_epochs(name: str, family: str, tmp_path: Pat
     loss = OBJECTIVES[name]
     lr = 0.3
     trees = trees_for(loss, build_model(family), example_trees(4))
-    model, twin = build_model(family), build_model(family)
+    model = build_model(family)
+    twin = build_model(family)
     learner, _ = make_learner(model, loss, lr, num_minibatches=2, num_epochs=2)
     start = copy.deepcopy(twin)
     if loss.kl_coef:
@@ -222,7 +225,8 @@ def test_law_1_over_minibatches_and_epochs(name: str, family: str, tmp_path: Pat
 
 def test_models_that_cannot_be_packed_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = example_trees(3)
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     learner, packed = make_learner(model)
     monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
     fallback, rowwise = make_learner(twin)
@@ -234,7 +238,8 @@ def test_models_that_cannot_be_packed_learn_the_same(monkeypatch: pytest.MonkeyP
 
 def test_a_linear_attention_model_learns_row_by_row() -> None:
     trees = example_trees(3)
-    model, twin = build_model("qwen3-next"), build_model("qwen3-next")
+    model = build_model("qwen3-next")
+    twin = build_model("qwen3-next")
     learner, descent = make_learner(model)
     assert learner.packing_problem is not None and "1 of its 2 layers" in learner.packing_problem
     learner.learn(trees)

@@ -44,7 +44,8 @@ def test_replies_come_in_order_with_scores() -> None:
     engine = ScriptedEngine(
         ["<search>w1</search>", "<answer>w2</answer>"], word_tokenizer(), logprob=-0.25, entropy=1.5
     )
-    first, second = complete(engine), complete(engine, (7,))
+    first = complete(engine)
+    second = complete(engine, (7,))
     assert first.token_ids == tuple(ids("<search>w1</search>")) and first.finish is StopReason.STOP
     # The answer is followed by the end-of-sequence token, as sampled ones are.
     assert second.token_ids == (*ids("<answer>w2</answer>"), 1) and second.finish is StopReason.END

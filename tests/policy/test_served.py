@@ -26,7 +26,8 @@ class Local:
     """A server of tokens: each reply by the model, the temperature and the seed."""
 
     def __init__(self, model: Any, *, num_top: int | None = None) -> None:
-        self.model, self.num_top = model, num_top
+        self.model = model
+        self.num_top = num_top
         self.asked: list[served.TokenRequest] = []
         self.most_at_once = self.num_running = 0
         self.gate = asyncio.Event()
@@ -40,7 +41,9 @@ class Local:
         await asyncio.sleep(0)
         self.num_running -= 1
         generator = torch.Generator().manual_seed(request.seed)
-        ids, logprobs, entropies = list[int](), list[float](), list[float]()
+        ids = list[int]()
+        logprobs = list[float]()
+        entropies = list[float]()
         while len(ids) < request.max_tokens and (not ids or ids[-1] not in request.stop_token_ids):
             with torch.inference_mode():
                 logits = self.model(torch.tensor([[*request.token_ids, *ids]])).logits[0, -1]

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 def test_vocabulary_chunks_change_nothing(chunk: int) -> None:
     model = build_model("llama")
     batch = pack_trees(example_trees(2))
-    whole, parts = token_scores(model, batch), token_scores(model, batch, vocab_chunk=chunk)
+    whole = token_scores(model, batch)
+    parts = token_scores(model, batch, vocab_chunk=chunk)
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     ours, theirs = (
@@ -50,11 +51,10 @@ def test_scores_and_their_gradients_are_those_of_the_formulas(
     """Against automatic differentiation in float64, a row, a few rows and all rows at a time."""
     monkeypatch.setattr(scores_module, "_CACHED", cached)
     draw = torch.Generator().manual_seed(3)
-    hidden, weight = torch.randn(7, 5, generator=draw), torch.randn(19, 5, generator=draw) * 3
-    targets, temperatures = (
-        torch.randint(0, 19, (7,), generator=draw),
-        torch.rand(7, generator=draw) + 0.5,
-    )
+    hidden = torch.randn(7, 5, generator=draw)
+    weight = torch.randn(19, 5, generator=draw) * 3
+    targets = torch.randint(0, 19, (7,), generator=draw)
+    temperatures = torch.rand(7, generator=draw) + 0.5
     parts = {"logprobs": [1, 0], "entropies": [0, 1], "both": [1, 1]}
     upstream = torch.randn(2, 7, generator=draw) * torch.tensor(parts[used])[:, None]
 
@@ -117,7 +117,8 @@ def test_the_attention_comes_back_also_after_an_error(monkeypatch: pytest.Monkey
 
 def test_scores_of_a_model_in_training_hands() -> None:
     """`Learner` keeps its attention installed; `token_scores` on its model is still right."""
-    model, twin = build_model("llama"), build_model("llama")
+    model = build_model("llama")
+    twin = build_model("llama")
     Learner(model, LearnSettings(), LossSettings(), length_constant=7)
     batch = pack_trees(example_trees(2))
     with torch.no_grad():

@@ -51,7 +51,8 @@ def random_nodes(draw: random.Random, start: int, depth: int) -> list[Node]:
 
 
 def random_batch(seed: int, num_trees: int) -> list[Node]:
-    draw, nodes = random.Random(seed), list[Node]()
+    draw = random.Random(seed)
+    nodes = list[Node]()
     for _ in range(num_trees):
         nodes += random_nodes(draw, max((node.subtree_end for node in nodes), default=0), 3)
     return nodes
@@ -88,7 +89,8 @@ def test_outputs_and_gradients(
 ) -> None:
     """Random batches of random trees, strided as a model's layers give them or not."""
     width, kv_heads, group = shape
-    kernels, nodes = compiled(width, dtype), random_batch(seed, num_trees)
+    kernels = compiled(width, dtype)
+    nodes = random_batch(seed, num_trees)
     count = nodes[-1].subtree_end if num_trees == 1 else max(node.subtree_end for node in nodes)
     generator = torch.Generator().manual_seed(seed)
 
@@ -96,10 +98,8 @@ def test_outputs_and_gradients(
         x = torch.randn(count, heads, width, generator=generator).to(dtype).transpose(0, 1)
         return (x if is_by_token else x.contiguous()).requires_grad_()
 
-    inputs, upstream = (
-        (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads)),
-        drawn(kv_heads * group).detach().transpose(0, 1),
-    )
+    inputs = (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads))
+    upstream = drawn(kv_heads * group).detach().transpose(0, 1)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -135,8 +135,10 @@ def test_a_token_that_sees_only_itself_gives_its_value(dtype: torch.dtype) -> No
 def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
     """A tree alone, and after another whose length is no multiple of a tile: the same bits
     forward."""
-    kernels, nodes = compiled(16, torch.float32), random_batch(3, 1)
-    count, generator = nodes[0].subtree_end, torch.Generator().manual_seed(0)
+    kernels = compiled(16, torch.float32)
+    nodes = random_batch(3, 1)
+    count = nodes[0].subtree_end
+    generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, count + 37, 16, generator=generator) for _ in range(3))
     both = [Node(0, 37, 37), *(Node(n.start + 37, n.end + 37, n.subtree_end + 37) for n in nodes)]
     together = kernels.attend(query, key, value, TreeRuns(both, count + 37, 1), 0.25)
@@ -153,7 +155,9 @@ def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
         pytest.skip("no C compiler")
     runs = TreeRuns([Node(0, 3, 3)], 3, 1)
     right = [torch.ones(heads, 3, 16) for heads in (2, 1, 1)]
-    out, lse, grad = torch.ones(3, 2, 16), torch.ones(2, 3), torch.ones(3, 2, 16)
+    out = torch.ones(3, 2, 16)
+    lse = torch.ones(2, 3)
+    grad = torch.ones(3, 2, 16)
     # Where there are kernels for this processor they answer; where not, they have no memory.
     with nullcontext() if kernels.is_usable else pytest.raises(MemoryError):
         kernels.backward(right, out, lse, grad, runs, 1.0)
@@ -188,8 +192,10 @@ def test_work_is_dealt_out_evenly() -> None:
 def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of the longest path sees its first one, `longest - 1` before it, in a window
     of `longest`."""
-    batch, asked = pack_trees(example_trees(1)), list[int]()
-    count, longest = len(batch.token_ids), int(batch.position_ids.max()) + 1
+    batch = pack_trees(example_trees(1))
+    asked = list[int]()
+    count = len(batch.token_ids)
+    longest = int(batch.position_ids.max()) + 1
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
 
     def attend(window: int | None) -> torch.Tensor:
@@ -198,7 +204,8 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "tree_kernels", lambda *_: None)
-        everything, less = attend(None), attend(longest - 1)
+        everything = attend(None)
+        less = attend(longest - 1)
     assert not torch.allclose(everything, less)
     found = module.tree_kernels
     monkeypatch.setattr(module, "tree_kernels", lambda *args: asked.append(1) or found(*args))

@@ -716,7 +716,9 @@ def test_nothing_of_a_server_outlives_the_run(
     try:
         while not (words := (tmp_path / "log").read_text().split()):
             time.sleep(0.05)
-        name, child, server = words[0], int(words[1]), int(words[2])
+        name = words[0]
+        child = int(words[1])
+        server = int(words[2])
         os.kill(owner.pid if victim == "owner" else server, signal.SIGKILL)
         end = time.monotonic() + 20.0
         while Path(f"/proc/{child}").exists() or (SHARED_MEMORY / name).exists():

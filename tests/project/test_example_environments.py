@@ -243,7 +243,10 @@ def test_an_imperfect_solver_walks_to_and_fro_or_loses_the_board() -> None:
     sokoban = module("sokoban")
     detours = make_source("sokoban", num=30, detour_prob=0.5)
     errs = make_source("sokoban", num=30, error_prob=0.5)
-    num_extra, num_moves, num_best, answers = 0, 0, 0, set()
+    num_extra = 0
+    num_moves = 0
+    num_best = 0
+    answers = set()
     for task in detours.train_tasks():
         moves = actions_of(detours, task)
         num_extra += len(moves) - task.columns["moves"]

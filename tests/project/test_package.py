@@ -50,7 +50,8 @@ def treegraft(
     wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the installed wheel in an empty folder."""
-    installed, folder = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("empty")
+    installed = tmp_path_factory.mktemp("installed")
+    folder = tmp_path_factory.mktemp("empty")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*command, "--target", str(installed), str(wheel)], check=True, timeout=120)
 

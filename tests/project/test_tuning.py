@@ -31,7 +31,8 @@ def test_runs_have_the_settings_that_were_chosen(name: str) -> None:
     compared = 0
     for run in make_plan(STUDY.with_name(f"{name}.toml")).runs:
         if run.arm in chosen:
-            lr, temperature = run.config.learn.lr, run.config.rollout.temperature
+            lr = run.config.learn.lr
+            temperature = run.config.rollout.temperature
             assert {"lr": 3e-4, "temperature": 1.0} | chosen[run.arm] == {
                 "lr": lr,
                 "temperature": temperature,

@@ -177,7 +177,8 @@ def test_the_prompt_is_the_template_s(kind: str) -> None:
 
 @KINDS
 def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
-    tokenizer, form = tokenizer_of(kind), form_of(kind)
+    tokenizer = tokenizer_of(kind)
+    form = form_of(kind)
     special = set(tokenizer.all_special_ids)
 
     def count(question: str) -> int:

@@ -66,7 +66,8 @@ class OneTrace:
     """Finds the same trace for everybody, or nothing."""
 
     def __init__(self, trace: Trace | None = TRACE, task_id: str = "") -> None:
-        self._trace, self._task_id = trace, task_id
+        self._trace = trace
+        self._task_id = task_id
         self.asked: list[tuple[tuple[StepContent, ...], bool]] = []
 
     async def retrieve(

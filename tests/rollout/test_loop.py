@@ -208,7 +208,8 @@ def test_a_failing_engine_is_data_on_its_leaf(error: Exception) -> None:
     trees = grow(loop, TASKS)
     statuses = [[leaf.status for leaf in tree.leaves] for tree in trees]
     assert statuses == [[Status.COMPLETED] * 2, [Status.FAILED] * 2, [Status.COMPLETED] * 2]
-    leaf, step = trees[1].leaves[0], trees[1].steps[1]
+    leaf = trees[1].leaves[0]
+    step = trees[1].steps[1]
     assert (
         leaf.error == f"{type(error).__name__}: {error}"
         and leaf.reward is None

@@ -18,7 +18,8 @@ from treegraft.runs.record import read_metrics, read_trees
 from treegraft.tasks.rewards import overlong_reward
 from treegraft.train import train
 
-VARIED, FLAT = (1.0, 0.0), (1.0, 1.0)
+VARIED = (1.0, 0.0)
+FLAT = (1.0, 1.0)
 
 
 def tree_of(task: Task, rewards: Sequence[float], overlong: Sequence[float] = ()) -> Tree:

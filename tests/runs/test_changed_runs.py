@@ -64,7 +64,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, stopped in its second update."""
-    folder, original, count = tmp_path_factory.mktemp("stopped"), Learner.learn, 0
+    folder = tmp_path_factory.mktemp("stopped")
+    original = Learner.learn
+    count = 0
 
     def asked(*arguments: Any) -> Any:
         nonlocal count

@@ -89,7 +89,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_material(folder: Path) -> None:
     """A run that was stopped before its last update, two evaluations of it, and data."""
-    original, count = Learner.learn, 0
+    original = Learner.learn
+    count = 0
 
     def stopping(*arguments: Any) -> Any:
         nonlocal count
@@ -120,7 +121,8 @@ def _write_parquet(path: Path) -> None:
 
 def command(*arguments: str) -> tuple[int, str]:
     """Returns the exit code of a command line and all that it printed."""
-    out, code = io.StringIO(), 0
+    out = io.StringIO()
+    code = 0
     with (
         mock.patch.object(sys, "argv", ["treegraft", *arguments]),
         mock.patch.object(cli, "_silence_others", lambda: None),
@@ -191,7 +193,8 @@ def damages(draw: st.DrawFn, names: tuple[str, ...]) -> tuple[str, Any]:
 
 def damage(path: Path, what: Any) -> None:
     """Does it."""
-    kind, data = what[0], path.read_bytes()
+    kind = what[0]
+    data = path.read_bytes()
     if kind == "cut":
         path.write_bytes(data[: what[1][0] % max(1, len(data))])
     elif kind == "flip":
@@ -216,7 +219,8 @@ def _with_value(text: str, places: list[int], value: Any) -> str:
     lines = text.splitlines() if "\n{" in text or text.count("\n") == 1 else [text]
     number = places[0] % len(lines)
     data = json.loads(lines[number])
-    place, steps = data, places[1:] or [0]
+    place = data
+    steps = places[1:] or [0]
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         if not isinstance(place, dict | list) or not place:
             break
@@ -238,12 +242,11 @@ def check(material: Path, damaged: tuple[str, Any]) -> None:
             shutil.copytree(material, folder)
             _move(material, folder)
             damage(folder / name, what)
-            arguments, began = commands_for(name, folder)[number], time.process_time()
+            arguments = commands_for(name, folder)[number]
+            began = time.process_time()
             code, printed = command(*arguments)
-            spent, shown = (
-                time.process_time() - began,
-                (name, what, arguments, code, printed[-3000:]),
-            )
+            spent = time.process_time() - began
+            shown = (name, what, arguments, code, printed[-3000:])
             assert "Traceback" not in printed and code in (0, 1, 2, 3), shown
             assert spent < LONGEST_S, (spent, *shown)
             # `data check` ends with 1 where it has found defects.

@@ -217,7 +217,8 @@ def test_starts_without_a_name_get_folders_of_their_own(
 
     monkeypatch.setattr(run, "datetime", Still)
     # The second begins while the first one loads: its folder is not there yet.
-    tables, facts = tiny(run={"dir": str(tmp_path), "seed": 3}), (GivenObjects(), NoDisplay())
+    tables = tiny(run={"dir": str(tmp_path), "seed": 3})
+    facts = (GivenObjects(), NoDisplay())
     begun = [Run.open(tables, *facts, command="train", recipe="demo") for _ in range(3)]
     names = []
     for one in begun:

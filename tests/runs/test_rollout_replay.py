@@ -76,7 +76,8 @@ def run_updates(replay: Replay, folder: RunFolder, updates: range) -> list[list[
 
 
 def test_half_of_an_update_comes_from_earlier_ones(tmp_path: Path) -> None:
-    replay, folder = Replay(settings_of(), RunFolder(tmp_path), 0), RunFolder(tmp_path)
+    replay = Replay(settings_of(), RunFolder(tmp_path), 0)
+    folder = RunFolder(tmp_path)
     found = run_updates(replay, folder, range(1, 5))
     assert found[0] == ["1/t/3", "1/t/4", "1/t/5", "1/t/6"]
     for update, names in enumerate(found[1:], start=2):
@@ -95,7 +96,8 @@ def test_a_resumed_run_draws_the_same_groups(
 ) -> None:
     monkeypatch.setattr(replay_module, "CAPACITY", capacity)
     config = settings_of()
-    whole, folder = Replay(config, RunFolder(tmp_path), 0), RunFolder(tmp_path)
+    whole = Replay(config, RunFolder(tmp_path), 0)
+    folder = RunFolder(tmp_path)
     run_updates(whole, folder, range(1, 4))
     resumed = Replay(config, folder, 3)
     assert list(resumed._groups.values()) == list(whole._groups.values())
@@ -210,8 +212,10 @@ def test_rolloutreplays_loss_by_hand() -> None:
 def test_law_1_with_a_replayed_group() -> None:
     """Ratios to the policy that sampled; the engine's gap is that of the fresh group alone."""
     loss = LossSettings(aggregation="token-mean", engine_ratio_cap=1e9)
-    model, twin = build_model("llama"), build_model("llama")
-    old, new = group(1, "t/1"), group(5, "t/2")
+    model = build_model("llama")
+    twin = build_model("llama")
+    old = group(1, "t/1")
+    new = group(5, "t/2")
     (new,) = trees_for(replace_ratio(loss), model, [new])
     learner, descent = make_learner(model, loss)
     _, metrics = learner.learn([old, new])

@@ -279,7 +279,8 @@ def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
             return "".join("ab"[token - 7] for token in token_ids)
 
     tree = example_tree()
-    (start, cut) = (tree.steps[0], policy_step("0.0", StepContent()))
+    start = tree.steps[0]
+    cut = policy_step("0.0", StepContent())
     leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
     file = io.StringIO()
     display: Display = LastingDisplay(PlainDisplay(file))
@@ -365,7 +366,8 @@ def test_an_evaluation_on_one_line() -> None:
 
 
 def test_a_name_of_a_run_cannot_steer_the_terminal() -> None:
-    file, run = io.StringIO(), Path("runs/\x1b[31mred\x07")
+    file = io.StringIO()
+    run = Path("runs/\x1b[31mred\x07")
     shown = PlainDisplay(file)
     shown.started(run, "tiny", 2)
     shown.finished(run, run / "checkpoints" / "update-000002", METRICS)

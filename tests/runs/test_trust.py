@@ -382,7 +382,8 @@ def test_trust_leaves_out_what_links_lead_to(run: Path, tmp_path: Path, another_
     other = Path(shutil.copytree(run, tmp_path / "other"))
     for one in (other / "checkpoints").iterdir():
         changed(settings_of(one), "track", trackers=["evil.module:Tracker"])
-    own, linked = find_checkpoint(run), run / "checkpoints" / "update-000009"
+    own = find_checkpoint(run)
+    linked = run / "checkpoints" / "update-000009"
     linked.symlink_to(find_checkpoint(other))
     treegraft.trust(run)
     assert is_trusted(run / "config.json") and is_trusted(settings_of(own))

@@ -64,7 +64,8 @@ def grown(run_dir: Path) -> dict[str, list[Tree]]:
 
 def assert_same_trees(one: Path, other: Path) -> int:
     """Compares all trees of two runs, and returns the number of branches and grafts in them."""
-    found, expected = grown(one), grown(other)
+    found = grown(one)
+    expected = grown(other)
     assert found.keys() == expected.keys() and found
     num_causes = 0
     for name in found:
@@ -128,7 +129,8 @@ def below(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             if b"launch.py" in Path(f"/proc/{child}/cmdline").read_bytes():
                 launchers.append(child)
-    found, front = [], launchers
+    found = []
+    front = launchers
     while front:
         found += front
         front = [one for parent in front for one in children.get(parent, [])]

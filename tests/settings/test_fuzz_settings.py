@@ -256,19 +256,23 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def check_train(folder: Path, overrides: list[str], in_recipe: bool) -> str:
     """Trains, with the overrides typed or in the recipe, where those without effect may stay;
     returns how it ended: "refused", "run" or "failed" (a run that began)."""
-    place, lines = folder / "runs", dict(RECIPE)
+    place = folder / "runs"
+    lines = dict(RECIPE)
     if in_recipe:
         lines |= dict(override.split("=", 1) for override in overrides)
         overrides = []
     text = "".join(f"{name} = {value}\n" for name, value in lines.items())
     (folder / "r.toml").write_text(text, encoding="utf-8", errors="replace")
     shutil.rmtree(place, ignore_errors=True)
-    before, printed, code = set(os.listdir(folder)), io.StringIO(), 0
+    before = set(os.listdir(folder))
+    printed = io.StringIO()
+    code = 0
 
     def has_begun() -> bool:
         return any(place.glob("*/config.json"))
 
-    argv, sys.argv = sys.argv, ["treegraft", "train", "r.toml", *overrides]
+    argv = sys.argv
+    sys.argv = ["treegraft", "train", "r.toml", *overrides]
     try:
         with (
             contextlib.redirect_stderr(printed),

@@ -378,7 +378,8 @@ def test_functions_are_tools(tmp_path: Path) -> None:
         """Multiplies a number by three."""
         return str(3 * number)
 
-    settings, shop = {**DATA, "rollout": QUICK["rollout"]}, Shop({"apple": 2})
+    settings = {**DATA, "rollout": QUICK["rollout"]}
+    shop = Shop({"apple": 2})
     tools = [double, halve, thrice, shop.price]
     result = run(tmp_path, settings, tasks=ROWS, tools=tools, rewards=brief)
     (prompt, *_) = read_trees(result.run_dir)

@@ -144,7 +144,8 @@ def smoke(name: str, folder: Path) -> Path:
 
 def check_smoke(name: str, run_dir: Path) -> None:
     """The run went through every part that the whole recipe has."""
-    whole, metrics = load_config(name), read_metrics(run_dir)
+    whole = load_config(name)
+    metrics = read_metrics(run_dir)
     last = metrics[-1]
     assert last["warmup/loss"] < 0.2 if "warmup/loss" in last else len(metrics) > 1
     assert last["rollout/num_tool_calls"] > 0 and last["tools/search_calls"] > 0

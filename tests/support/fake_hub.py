@@ -70,7 +70,9 @@ class _Answers(BaseHTTPRequestHandler):
         self._say(200)
 
     def do_POST(self) -> None:
-        hub, body, path = self.server, self._body(), self.path.partition("?")[0]
+        hub = self.server
+        body = self._body()
+        path = self.path.partition("?")[0]
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._say(401, {"error": "Invalid token"})
         if hub.refused and path.startswith(hub.refused[0]):

@@ -34,14 +34,16 @@ class SamplingParams:
 
 class Logprob:
     def __init__(self, logprob: float, rank: int) -> None:
-        self.logprob, self.rank = logprob, rank
+        self.logprob = logprob
+        self.rank = rank
 
 
 class Writing:
     """A completion under way."""
 
     def __init__(self, prompt: list[int], fields: dict[str, Any]) -> None:
-        self.prompt, self.fields = prompt, fields
+        self.prompt = prompt
+        self.fields = fields
         self.ids: list[int] = []
         self.rows: list[dict[int, float]] = []
         self.generator = torch.Generator().manual_seed(fields["seed"])
@@ -83,7 +85,8 @@ class FakeEngine:
             def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
                 owner.load_weights(weights)
 
-        self.plain, self.model_loader = self.model, Loading()
+        self.plain = self.model
+        self.model_loader = Loading()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         assert not self.requests, "weights moved under a running request"

@@ -241,7 +241,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=FAULTS, help="kinds of faults; default: all")
     chosen = parser.parse_args()
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    campaign, began = Campaign(chosen.folder.resolve(), random.Random(chosen.seed)), time.time()
+    campaign = Campaign(chosen.folder.resolve(), random.Random(chosen.seed))
+    began = time.time()
     campaign.undisturbed()
     kinds = chosen.only or FAULTS
     # Every kind as often as the others.

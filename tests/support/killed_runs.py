@@ -36,7 +36,8 @@ def arm(target: str, nth: int, when: str) -> None:
     owner: Any = importlib.import_module(module)
     for part in owners:
         owner = getattr(owner, part)
-    original, count = getattr(owner, name), 0
+    original = getattr(owner, name)
+    count = 0
 
     def armed(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -97,11 +98,9 @@ def child(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> 
 
 def main() -> None:
     """Does the jobs one after another."""
-    folder, settings, jobs = (
-        Path(sys.argv[1]),
-        json.loads(Path(sys.argv[2]).read_text()),
-        json.loads(Path(sys.argv[3]).read_text()),
-    )
+    folder = Path(sys.argv[1])
+    settings = json.loads(Path(sys.argv[2]).read_text())
+    jobs = json.loads(Path(sys.argv[3]).read_text())
     # The first job loads, before the forks, what all of them need. It leaves no thread behind but
     # idle ones of tools, which a fork forgets.
     outcomes = [work(folder, settings, jobs[0])]

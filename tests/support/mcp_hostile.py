@@ -93,7 +93,8 @@ def lines(number: Any, name: str) -> Iterator[bytes]:
 
 def reply(request: dict[str, Any]) -> Iterator[bytes]:
     """The answer to a request, in pieces; none to a notification."""
-    number, method = request.get("id"), request.get("method")
+    number = request.get("id")
+    method = request.get("method")
     result: dict[str, Any] | None = None
     if number is None or method is None:
         return
@@ -122,9 +123,11 @@ class Door(BaseHTTPRequestHandler):
         parts = list(reply(request))
         name = request.get("params", {}).get("name")
         self.send_response(200 if parts else 202)
-        kind, body = "application/json", b"".join(parts)
+        kind = "application/json"
+        body = b"".join(parts)
         if name == "no_line":
-            kind, body = "text/event-stream", b"data: " + body
+            kind = "text/event-stream"
+            body = b"data: " + body
         if name == "twice":
             body = gzip.compress(body)
             self.send_header("content-encoding", "gzip")

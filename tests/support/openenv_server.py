@@ -87,7 +87,8 @@ class WithTools(MCPEnvironment):
 
 
 if __name__ == "__main__":
-    port, kind = int(sys.argv[1]), sys.argv[2]
+    port = int(sys.argv[1])
+    kind = sys.argv[2]
     parts = (
         (Typed, AddAction, SumObservation)
         if kind == "typed"

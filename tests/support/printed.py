@@ -61,7 +61,8 @@ def _work(words: Sequence[str], folder: Path, out: Path) -> None:
     for stream in (1, 2):
         os.dup2(handle, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv, sys.path = list(words), [one for one in sys.path if one not in ("", str(ROOT))]
+    sys.argv = list(words)
+    sys.path = [one for one in sys.path if one not in ("", str(ROOT))]
     try:
         runpy.run_module("treegraft", run_name="__main__")
     finally:
@@ -82,7 +83,8 @@ class Commands:
     def run(self, line: str, folder: Path, timeout_s: float = 240.0) -> tuple[int, str]:
         """Returns the exit code and what was printed; a server gets Ctrl-C once it listens."""
         command, _, target = line.partition(" > ")
-        words, out = shlex.split(command), folder / "out.txt"
+        words = shlex.split(command)
+        out = folder / "out.txt"
         if words[0] == "treegraft":
             code, text = self._forked(words, folder, out, timeout_s)
         else:
@@ -96,7 +98,8 @@ class Commands:
                 text=True,
                 timeout=timeout_s,
             )
-            code, text = done.returncode, done.stdout
+            code = done.returncode
+            text = done.stdout
         if target:
             (folder / target).write_text(text, encoding="utf-8")
         return code, text

@@ -46,7 +46,8 @@ shapes_alone = FakeTensorMode(allow_non_fake_inputs=True)
 def prepare() -> None:
     """Registers the device, and replaces what cannot be done without numbers."""
     _setup_privateuseone_for_python_backend(DEVICE)
-    tensor, from_numpy = torch.tensor, torch.from_numpy
+    tensor = torch.tensor
+    from_numpy = torch.from_numpy
 
     # Torch makes these without asking the mode, the last one only of a device that is none.
     def make(data: Any, *, device: Any = None, **options: Any) -> Tensor:
@@ -59,7 +60,9 @@ def prepare() -> None:
     def make_of_array(array: Any) -> Tensor:
         return shapes_alone.from_tensor(from_numpy(array))
 
-    torch.tensor, torch.from_numpy, Tensor.new_tensor = make, make_of_array, make_like  # type: ignore[assignment, method-assign]
+    torch.tensor = make
+    torch.from_numpy = make_of_array
+    Tensor.new_tensor = make_like  # type: ignore[assignment, method-assign]
     for name, number in (("__float__", 1.0), ("__int__", 1), ("__bool__", True), ("item", 1.0)):
         _answer(Tensor, name, lambda _, number=number: number)
     _answer(Tensor, "tolist", lambda one: torch.ones(one.shape, device="cpu").numpy().tolist())
@@ -97,10 +100,12 @@ def sample(model: Any) -> None:
     """Takes in four paths with a common beginning, and decodes one token of each."""
     with shapes_alone:
         pool = BlockPool(model, max_bytes=5e7)
-    cache, forward = PathCache(pool, max_rows=4), HookedForward(model, None, pack=False)
+    cache = PathCache(pool, max_rows=4)
+    forward = HookedForward(model, None, pack=False)
     rows = [cache.open([*range(60), *range(99 * n, 99 * n + 70)], 140) for n in range(4)]
     for counts in ((129, 64, 65, 100), (1, 1, 1, 1)):
-        segments, total = [], 0
+        segments = []
+        total = 0
         for row, count in zip(rows, counts, strict=True):
             assert row is not None
             with shapes_alone:
@@ -157,7 +162,8 @@ def main() -> None:
     for shape in SHAPES:
         model = hollow(shape)
         for part in (sample, checksum, learn, mix):
-            name, said = f"{shape}: {part.__name__}", ""
+            name = f"{shape}: {part.__name__}"
+            said = ""
             try:
                 part(model)
             except Exception as error:

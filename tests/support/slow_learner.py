@@ -65,7 +65,8 @@ def plain_scores(model: Any, path: Trajectory) -> tuple[torch.Tensor, torch.Tens
     with whole logits."""
     temperatures = [step.temperature or 1.0 for step in path.steps for _ in step.token_ids]
     logits = model(input_ids=torch.tensor([path.token_ids]), use_cache=False).logits[0].float()
-    logprobs, entropies = [], []
+    logprobs = []
+    entropies = []
     for place, is_sampled in enumerate(path.sampled_mask):
         if is_sampled:
             row = torch.log_softmax(logits[place - 1] / temperatures[place], dim=-1)
@@ -190,7 +191,8 @@ def token_objective(
     loss: LossSettings, ratio: torch.Tensor, logprob: torch.Tensor, advantage: float
 ) -> torch.Tensor:
     """One token's term, case by case."""
-    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    low = 1 - loss.clip_low
+    high = 1 + loss.clip_high
     if loss.objective == "cispo":
         return min(max(float(ratio.detach()), low), high) * advantage * logprob
     if loss.objective == "gppo" and advantage < 0 and ratio < low:
@@ -222,7 +224,8 @@ class Descent:
     """Plain gradient descent in the optimiser's place: a step that shows the gradient as it is."""
 
     def __init__(self, model: Any, lr: float) -> None:
-        self.model, self.last_lr = model, lr
+        self.model = model
+        self.last_lr = lr
         self.gradients: list[torch.Tensor] = []
         self.num_steps = 0
 

@@ -119,7 +119,8 @@ def contents(run_dir: Path) -> dict[str, Any]:
 
 def differing(a: Path, b: Path) -> list[str]:
     """Returns the files in which two runs differ."""
-    first, second = contents(a), contents(b)
+    first = contents(a)
+    second = contents(b)
     return sorted(
         name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
     )

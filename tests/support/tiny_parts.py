@@ -102,8 +102,11 @@ class Habits:
         self._wrong = ScriptedEngine(
             lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer
         )
-        self.policy_version, self.capacity = 0, 64
-        self.fingerprint, self.death, self.max_context = "", None, None
+        self.policy_version = 0
+        self.capacity = 64
+        self.fingerprint = ""
+        self.death = None
+        self.max_context = None
 
     async def complete(self, request: Request) -> Completion:
         key = request.noise_key

@@ -66,7 +66,8 @@ def build_tree(
 ) -> Tree:
     """Returns the tree; token ids (unless given, in depth-first order) and log-probabilities are
     random from `seed`."""
-    draw, lesson_draw = random.Random(seed), random.Random(f"lessons {seed}")
+    draw = random.Random(seed)
+    lesson_draw = random.Random(f"lessons {seed}")
     given = iter(tokens)
     steps: list[Step] = []
     leaves: list[Leaf] = []

@@ -53,7 +53,8 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.gaps: list[Gap] = []
         # From its files: TRL has given the forward pass of its own model another shape.
-        path, dtype = self.recipe.model.path, self.recipe.model.dtype
+        path = self.recipe.model.path
+        dtype = self.recipe.model.dtype
         self._first = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self._exact = None
         if dtype != "float32":
@@ -65,7 +66,8 @@ class Checked(TreeGRPOTrainer):  # type: ignore[misc]
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._step % self.args.gradient_accumulation_steps:
             return loss
-        config, trees = self.recipe, self._of_update
+        config = self.recipe
+        trees = self._of_update
         if self.state.global_step % self.num_iterations:
             # In a later pass the old log-probabilities are those of sampling, but for rounding.
             config = config.model_copy(

@@ -122,7 +122,8 @@ class Client:
     its entropies are exact."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.engine, self.version = engine, 0
+        self.engine = engine
+        self.version = 0
         self.asked: list[dict[str, Any]] = []
         self._asked = Counter[tuple[Any, ...]]()
 
@@ -176,9 +177,12 @@ class Held:
         self.config = verl_config(given, folder, *more)
         patch.setattr(of_trainer.PPOTrainerSync, "__init__", lambda self, config: None)
         self.trainer = of_trainer.TreeTrainer(self.config)
-        self.trainer.config, self.trainer.global_steps = self.config, 1
+        self.trainer.config = self.config
+        self.trainer.global_steps = 1
         self.trainer.actor_rollout_wg = Ranks(num_ranks)
-        self.num_ranks, self.recipe, self.queue = num_ranks, self.trainer.recipe, Queue()
+        self.num_ranks = num_ranks
+        self.recipe = self.trainer.recipe
+        self.queue = Queue()
         path = given.model.path
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -62,7 +62,10 @@ EXPERT_CALL = StepContent(
     calls=(ToolCall("search", "e2 r2"),), observations=(Observation(text="r2 of e2 is e3"),)
 )
 
-_P, _S, _T, _R = Origin.PROMPT, Origin.POLICY, Origin.TOOL, Origin.RETRIEVED
+_P = Origin.PROMPT
+_S = Origin.POLICY
+_T = Origin.TOOL
+_R = Origin.RETRIEVED
 
 
 def step(

@@ -18,11 +18,13 @@ class KeyDoor:
     """Every object that was made and not closed."""
 
     def __init__(self, *, steps_allowed: int = 9) -> None:
-        self.steps_allowed, self.moves = steps_allowed, []
+        self.steps_allowed = steps_allowed
+        self.moves = []
         KeyDoor.live.append(self)
 
     def reset(self, key: str = "w3", **row: Any) -> str:
-        self.key, self.row = key, row
+        self.key = key
+        self.row = row
         self.has_key = self.is_open = self.is_inside = False
         return f"{key}"
 

@@ -50,7 +50,8 @@ def test_the_last_rows_are_held_out(tmp_path: Path) -> None:
 
 
 def test_evaluation_files_leave_all_rows_to_training(tmp_path: Path) -> None:
-    train, held_out = write(tmp_path / "a.jsonl", rows(3)), write(tmp_path / "b.jsonl", rows(4)[1:])
+    train = write(tmp_path / "a.jsonl", rows(3))
+    held_out = write(tmp_path / "b.jsonl", rows(4)[1:])
     source = load(train, eval=[held_out])
     assert len(source.train_tasks()) == 3
     assert [task.id for task in source.eval_tasks()] == ["b/0", "b/1"]
@@ -242,7 +243,8 @@ def test_variables_json_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a.json").write_text(json.dumps(rows(4)))
     pq.write_table(pa.Table.from_pylist(rows(4)), tmp_path / "b.parquet")
     monkeypatch.setenv("MY_DATA", str(tmp_path))
-    first, second = load("$MY_DATA/a.json"), load("${MY_DATA}/b.parquet")
+    first = load("$MY_DATA/a.json")
+    second = load("${MY_DATA}/b.parquet")
     assert [task.reference for task in first.train_tasks()] == [
         task.reference for task in second.train_tasks()
     ]

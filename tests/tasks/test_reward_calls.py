@@ -54,7 +54,8 @@ KINDS = pytest.mark.parametrize("kind", list(SAID))
 
 @functools.cache
 def form_of(kind: str) -> Format:
-    tokenizer, ends = tokenizer_of("qwen25"), ends_of("qwen25")
+    tokenizer = tokenizer_of("qwen25")
+    ends = ends_of("qwen25")
     if kind == "tags":
         return TagsFormat(tokenizer, TOOLS, end_ids=ends)
     return ChatFormat(tokenizer, TOOLS, end_ids=ends, require_think=False, require_boxed=False)
@@ -122,7 +123,8 @@ def test_grafted_steps_are_not_the_agents() -> None:
         origins=(Origin.RETRIEVED,) * len(ids),
         loss_mask=(False,) * len(ids),
     )
-    own, end = replace(first, id="0.0.0", parent="0.0"), replace(last, id="0.0.0.0", parent="0.0.0")
+    own = replace(first, id="0.0.0", parent="0.0")
+    end = replace(last, id="0.0.0.0", parent="0.0.0")
     leaf = replace(path.leaf, step_id=end.id)
     tree = Tree(task=TASK, group_id="g", steps=(root, graft, own, end), leaves=(leaf,))
     again: dict[str, Any] = {}

@@ -60,7 +60,8 @@ def make_tree(
 ) -> Tree:
     """One start for each path; the answer is its last step's."""
     root = make_step("0", StepContent(thought="where?"), Origin.PROMPT)
-    steps, leaves = [root], []
+    steps = [root]
+    leaves = []
     for ordinal, (contents, status) in enumerate(paths):
         step_id = f"0.{ordinal}"
         for content, origin in contents:

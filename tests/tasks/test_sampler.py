@@ -56,7 +56,8 @@ def test_rates_of_tasks_like_it_by_hand() -> None:
     """exp(cosine / t) is 4 for a task with itself and 1 for the other reference."""
     half = 0.5**0.5
     vectors = np.array([[1.0, 0.0], [0.0, 1.0], [half, half]])
-    rates, weights = np.array([1.0, 0.0]), np.array([3.0, 1.0])
+    rates = np.array([1.0, 0.0])
+    weights = np.array([3.0, 1.0])
     found = predicted_rates(vectors, [0, 1], rates, weights, 1 / np.log(4))
     # p = 12/13, 3/7 and 3/4; the line through the first two and their rates has 0.65 at 3/4.
     assert found == pytest.approx([1.0, 0.0, 0.65])
@@ -235,7 +236,8 @@ class Odd(Epochs):
         self, tasks: Sequence[Task], seed: int, *, dealt: str = "ab", kept: Any = None
     ) -> None:
         super().__init__(tasks, seed)
-        self._dealt, self._kept = dealt, {} if kept is None else kept
+        self._dealt = dealt
+        self._kept = {} if kept is None else kept
 
     @property
     def state(self) -> Any:
@@ -304,7 +306,9 @@ def test_settings_without_effect_are_refused(typed: list[str]) -> None:
 
 
 def test_references_count_as_rollouts_and_in_no_mean() -> None:
-    learned, reference = tree_of("a", [1.0, 0.0]), tree_of("b", [0.0, 0.0, 0.0])
-    alone, both = rollout_metrics([learned]), rollout_metrics([learned], [reference])
+    learned = tree_of("a", [1.0, 0.0])
+    reference = tree_of("b", [0.0, 0.0, 0.0])
+    alone = rollout_metrics([learned])
+    both = rollout_metrics([learned], [reference])
     assert both["rollout/num_trajectories"] == 5
     assert {key for key in alone if alone[key] != both[key]} == {"rollout/num_trajectories"}

@@ -221,7 +221,8 @@ def test_shares_of_detours_and_errors() -> None:
     decisions: Counter[str] = Counter()
     answers: Counter[str] = Counter()
     for task in source.train_tasks()[:12]:
-        way, right = searches_of(perfect.expert(task, 0)), task.reference[0]
+        way = searches_of(perfect.expert(task, 0))
+        right = task.reference[0]
         for seed in range(120):
             steps = source.expert(task, seed)
             done = searches_of(steps)
@@ -256,7 +257,8 @@ def test_shares_of_detours_and_errors() -> None:
 
 
 def test_only_training_questions_are_solved_with_faults() -> None:
-    perfect, source = make_source(), make_source(detour_prob=0.9, error_prob=1.0)
+    perfect = make_source()
+    source = make_source(detour_prob=0.9, error_prob=1.0)
     for task in (*source.eval_tasks(), *source.warmup_tasks(20, 0)):
         assert source.expert(task, 1) == perfect.expert(task, 1)
     for task in source.train_tasks():
@@ -264,7 +266,8 @@ def test_only_training_questions_are_solved_with_faults() -> None:
 
 
 def test_an_expert_of_short_questions_stops_too_early_at_longer_ones() -> None:
-    perfect, source = make_source(hops=[1, 3]), make_source(hops=[1, 3], expert_hops=1)
+    perfect = make_source(hops=[1, 3])
+    source = make_source(hops=[1, 3], expert_hops=1)
     short, long = source.train_tasks()[:2]
     assert source.expert(short, 0) == perfect.expert(short, 0)
     search, answer = source.expert(long, 0)
@@ -284,7 +287,8 @@ def to_words(text: str) -> str:
 
 
 def test_words_say_the_same_world() -> None:
-    symbols, words = make_source(3, hops=[1, 3, 5]), make_source(3, hops=[1, 3, 5], words=True)
+    symbols = make_source(3, hops=[1, 3, 5])
+    words = make_source(3, hops=[1, 3, 5], words=True)
     for plain, spoken in zip(all_tasks(symbols), all_tasks(words), strict=True):
         assert spoken.reference == tuple(map(to_words, plain.reference))
         assert spoken.columns["path"] == [to_words(entity) for entity in plain.columns["path"]]

@@ -52,7 +52,9 @@ def test_hashed_vectors_are_the_same_on_every_machine() -> None:
         digest = hashlib.blake2b(feature.encode(), digest_size=32).digest()
         return [1 if digest[bit // 8] >> (7 - bit % 8) & 1 else -1 for bit in range(256)]
 
-    line, word, triple = signs("line x"), signs("word x"), signs("three  x ")
+    line = signs("line x")
+    word = signs("word x")
+    triple = signs("three  x ")
     question = np.array([6 * a + 2 * b + 3 * c for a, b, c in zip(line, word, triple, strict=True)])
     newest = np.array(signs("no step yet"))
     expected = np.concatenate([question / np.linalg.norm(question), newest / 16]) / np.sqrt(2)
@@ -78,11 +80,13 @@ def test_the_nearest_key_is_of_the_same_question_and_step(hops: tuple[int, ...])
     for task in world.train_tasks():
         steps = world.expert(task, 0)
         for position in range(len(steps)):
-            key, place = retrieval_key(task.question, steps[:position]), (task.question, position)
+            key = retrieval_key(task.question, steps[:position])
+            place = (task.question, position)
             stored.append(key)
             places.append(place)
             question, *rest = key.split("\n")
-            entity, relation = f"e{draw.randrange(64)}", f"r{draw.randrange(8)}"
+            entity = f"e{draw.randrange(64)}"
+            relation = f"r{draw.randrange(8)}"
             detour = (
                 [f"search {entity} {relation}", f"{relation} of {entity} is e{draw.randrange(64)}"]
                 if rest
@@ -191,7 +195,8 @@ def test_minilm_knows_what_is_alike(minilm: SentenceEncoder) -> None:
 
 
 def test_long_keys_lose_their_beginning(minilm: SentenceEncoder) -> None:
-    before, long = minilm.num_cut, words(400, 0)
+    before = minilm.num_cut
+    long = words(400, 0)
     one, other, ending = minilm.encode(
         [f"{long} search e9 r2", f"Something else first. {long} search e9 r2", f"{long} print 42"]
     )

@@ -32,7 +32,9 @@ class Dice:
     capability = "replay"
 
     async def reset(self, seed: int, question: str) -> str:
-        self.die, self.total, self.wanted = random.Random(seed), 0, len(question)
+        self.die = random.Random(seed)
+        self.total = 0
+        self.wanted = len(question)
         await asyncio.sleep(random.random() / 200)
         return f"e{self.die.randrange(8)}"
 

@@ -504,7 +504,9 @@ def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> No
 def test_the_nearest_steps_are_tried_until_one_comes_true(made: type) -> None:
     """After one move: each candidate is tried in a copy of its own, unless a result that is known
     contradicts it."""
-    key, lock, go = ("take", "w3"), ("unlock", "w5"), ("enter", "w5")
+    key = ("take", "w3")
+    lock = ("unlock", "w5")
+    go = ("enter", "w5")
     steps = [
         content_of((*lock, "w2 2")),  # a copy: unlocked is "w1 2"
         content_of((*lock, "w1 9")),  # known by now
@@ -718,7 +720,8 @@ def from_scratch(
             ways.append(list(way))
             way.append(act)
         ways.append(list(way))
-        world, told = KeyDoor(), []
+        world = KeyDoor()
+        told = []
         world.reset()
         for name, body in way:
             try:

@@ -41,7 +41,9 @@ class Corridor:
         self.place = self.clock = 0
 
     def reset(self, *, seed: int | None = None, options=None, length: int = 2):  # type: ignore[no-untyped-def]
-        self.place, self.clock, self.length = 0, 0, length
+        self.place = 0
+        self.clock = 0
+        self.length = length
         return self._seen(), {"length": length}
 
     def step(self, action: int):  # type: ignore[no-untyped-def]
@@ -51,7 +53,8 @@ class Corridor:
         """
         self.clock += 1
         self.place += action if action in (1, -1) else 0
-        is_there, is_lost = self.place == self.length, self.place == -2
+        is_there = self.place == self.length
+        is_lost = self.place == -2
         reward = 1.0 if is_there else -1.0 if is_lost else -0.1
         return self._seen(), reward, is_there or is_lost, self.clock == 6, {"place": self.place}
 
@@ -259,7 +262,8 @@ class Walks(OpenTasks):
     them apart. The expert walks to the goal; it writes every second result down."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int) -> None:
-        self.num_train, self.num_eval = num_train, num_eval
+        self.num_train = num_train
+        self.num_eval = num_eval
 
     def _tasks(self, name: str, num: int) -> list[Task]:
         question = "go ?"
@@ -358,7 +362,10 @@ def merged(base: dict[str, Any], tables: dict[str, Any]) -> dict[str, Any]:
 
 def outside(path: Any) -> tuple[list[str], float]:
     """A trajectory's calls made anew on a plain object: what it tells, and what it pays."""
-    world, told, paid, is_over = Corridor(), [], 0.0, False
+    world = Corridor()
+    told = []
+    paid = 0.0
+    is_over = False
     world.reset(length=path.task.columns["length"])
     for content in path.contents:
         for call in content.calls:
@@ -366,7 +373,8 @@ def outside(path: Any) -> tuple[list[str], float]:
                 told.append(OVER)
                 continue
             text, reward, is_there, is_late, _ = world.step(int(call.body))
-            paid, is_over = paid + reward, is_there or is_late
+            paid = paid + reward
+            is_over = is_there or is_late
             told.append(f"{text}\n[{OVER}]" if is_over else text)
     return told, paid
 

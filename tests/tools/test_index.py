@@ -11,7 +11,9 @@ from tests.support.examples import at_most
 
 from treegraft.tools.search.nearest import search_exactly
 
-DIM, NUM, NUM_CLUSTERS = 16, 8_000, 300
+DIM = 16
+NUM = 8_000
+NUM_CLUSTERS = 300
 Vectors = npt.NDArray[np.float32]
 
 
@@ -38,10 +40,8 @@ def vectors() -> Vectors:
 def test_exact_search_agrees_with_sorting(num: int, k: int, num_queries: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     # Coordinates of a few values, so that many rows are equally near.
-    stored, queries = (
-        unit(draw.integers(1, 3, (num, 3)) * 1.0),
-        unit(draw.integers(1, 3, (num_queries, 3)) * 1.0),
-    )
+    stored = unit(draw.integers(1, 3, (num, 3)) * 1.0)
+    queries = unit(draw.integers(1, 3, (num_queries, 3)) * 1.0)
     masks = draw.random((num_queries, num)) < 0.7
     found = search_exactly(stored, queries, list(masks), k)
     for query, mask, (places, similarities) in zip(queries, masks, found, strict=True):
@@ -55,7 +55,8 @@ def test_exact_search_agrees_with_sorting(num: int, k: int, num_queries: int, se
 
 
 def test_what_is_found_does_not_depend_on_the_company(vectors: Vectors) -> None:
-    queries, base = vectors[NUM : NUM + 100], np.arange(NUM) % 3 > 0
+    queries = vectors[NUM : NUM + 100]
+    base = np.arange(NUM) % 3 > 0
     for k in (1, 7):
         together = search_exactly(vectors[:NUM], queries, [base] * 100, k)
         for query, (places, similarities) in zip(queries[:20], together, strict=False):

@@ -137,7 +137,8 @@ def test_results_outlive_the_run_and_errors_do_not(tmp_path: Path) -> None:
         return f"{body}\ud800 {run}"
 
     path = str(tmp_path / "deep" / "cache.sqlite")
-    first, second = Service(fail_on_odd), Service(fail_on_odd)
+    first = Service(fail_on_odd)
+    second = Service(fail_on_odd)
     before, _ = ask(first, "a", "bad", "a", cache_path=path)
     after, metrics = ask(second, "a", "bad", cache_path=path)
     assert before[0] == before[2] == after[0] == Observation(text="a\ud800 1")
@@ -186,7 +187,8 @@ def test_functions_say_that_they_are_remote() -> None:
         """Fetches."""
         return text
 
-    fetch.is_remote, fetch.fingerprint = True, "v3"  # type: ignore[attr-defined]
+    fetch.is_remote = True
+    fetch.fingerprint = "v3"  # type: ignore[attr-defined]
     tool = FunctionTool(fetch)
     assert (tool.is_remote, tool.fingerprint) == (True, "v3")
 

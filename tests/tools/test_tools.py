@@ -270,7 +270,8 @@ def test_metrics_count_since_the_last_take() -> None:
 
 
 def test_closing_closes_every_tool_even_after_a_failure() -> None:
-    broken, sound = returning(""), Fake(returning("")._run_body, name="sound")
+    broken = returning("")
+    sound = Fake(returning("")._run_body, name="sound")
 
     async def fail() -> None:
         raise RuntimeError("stuck")

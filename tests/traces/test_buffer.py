@@ -67,7 +67,8 @@ class Planted:
     name = "planted"
 
     def __init__(self, vectors: dict[str, Sequence[float]]) -> None:
-        self.vectors, self.dim = vectors, 4
+        self.vectors = vectors
+        self.dim = 4
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         return np.array([self.vectors.get(text, (0, 0, 0, 1)) for text in texts], np.float32)
@@ -582,7 +583,8 @@ def test_one_thread_may_add_while_others_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer_module, "CHUNK", 8)
-    traces, problems = [trace(number) for number in range(400)], []
+    traces = [trace(number) for number in range(400)]
+    problems = []
     with opened(tmp_path / "b") as buffer:
         buffer.add(traces[:8])
 
@@ -605,7 +607,8 @@ def test_one_thread_may_add_while_others_search(
 
 def together(num: int, work: Callable[[int], object]) -> None:
     """Runs work(0), work(1), ... at once, each in a thread; what one raises is raised."""
-    barrier, errors = threading.Barrier(num), list[BaseException]()
+    barrier = threading.Barrier(num)
+    errors = list[BaseException]()
 
     def one(number: int) -> None:
         barrier.wait()
@@ -696,10 +699,12 @@ def kill_while_adding(path: Path, after_s: float) -> int:
 
 
 def kill_often(path: Path, num_kills: int) -> None:
-    delays, stored = random.Random(0), 0
+    delays = random.Random(0)
+    stored = 0
     for _ in range(num_kills):
         committed = kill_while_adding(path, delays.uniform(0, 0.2))
-        before, stored = stored, check_after_a_kill(path, committed)
+        before = stored
+        stored = check_after_a_kill(path, committed)
         assert stored > before
 
 

@@ -196,7 +196,9 @@ def test_an_agent_out_of_reach_ends_the_build_with_what_was_done(tmp_path: Path)
 
 def test_tasks_that_are_done_are_skipped(tmp_path: Path) -> None:
     tasks = [task.id for task in world().train_tasks()]
-    first, again, other = Numbered({0}), Numbered({0}), Numbered({0})
+    first = Numbered({0})
+    again = Numbered({0})
+    other = Numbered({0})
     other.source = "other"
     build(tmp_path / "b", first, num_samples=1, num_tasks=4)
     report, _ = build(tmp_path / "b", again, num_samples=1)

@@ -81,7 +81,8 @@ def test_a_run_whose_trees_grow_elsewhere_is_that_of_one_process(
     for name, placement in (("alone", None), ("spread", "elsewhere")):
         tables = {**GRAFTING, "run": {"dir": str(tmp_path), "name": name, "num_updates": 3}}
         train(tiny(**tables), display=False, placement=placement)
-    alone, spread = tmp_path / "alone", tmp_path / "spread"
+    alone = tmp_path / "alone"
+    spread = tmp_path / "spread"
     assert [name for name in differing(alone, spread) if not name.endswith("config.json")] == []
     assert any(
         isinstance(step.cause, GraftCause) for tree in read_trees(spread) for step in tree.steps

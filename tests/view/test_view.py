@@ -277,7 +277,8 @@ def test_a_search_goes_on_where_it_stopped(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treegraft.view.query.MAX_FOUND", 1)
-    seen, cursor = [], ""
+    seen = []
+    cursor = ""
     while cursor is not None:
         part = ask(client, "/groups", q="nonsense", cursor=cursor)
         seen += [group["file"] for group in part["groups"]]
@@ -583,7 +584,8 @@ def test_the_leaves_of_a_tree_are_read_once(run_dir: Path, monkeypatch: pytest.M
 
 def test_trees_written_anew_are_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1)
-    run, file = RunReader(path), path / "trees" / "update-000001.jsonl"
+    run = RunReader(path)
+    file = path / "trees" / "update-000001.jsonl"
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
     write_trees(file, [plain_tree(1, "t/1")])
     assert len(run.path_of("update-000001", 0, 0).steps) == 2

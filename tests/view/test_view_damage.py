@@ -158,7 +158,8 @@ def test_a_damaged_run_is_one_line_of_the_list(whole: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "trees"])
 def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str) -> None:
-    run, outside = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
+    outside = tmp_path / "elsewhere"
     shutil.copytree(whole, run)
     shutil.copytree(whole, outside)
     as_lines(outside)

@@ -35,7 +35,9 @@ from treegraft.view.runs import RunReader
 
 MOST_MB = 300
 """What the server may take."""
-UPDATES, TREES, LEAVES = 500, 32, 16
+UPDATES = 500
+TREES = 32
+LEAVES = 16
 
 
 def wide_tree(number: int) -> Tree:
@@ -44,7 +46,8 @@ def wide_tree(number: int) -> Tree:
     seen = StepContent(
         calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),)
     )
-    steps, leaves = [base.root], []
+    steps = [base.root]
+    leaves = []
     for n in range(LEAVES):
         steps.append(step(f"0.{n}", "ssssttttttt", seen, StartCause()))
         steps.append(step(f"0.{n}.0", "ssssttttttt", seen, ContinuationCause()))

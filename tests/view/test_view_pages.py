@@ -61,7 +61,8 @@ def lines_of(run: Path, num: int, scale: float) -> None:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A viewer of a folder with two runs; the first has an evaluation of many tasks."""
     home = tmp_path_factory.mktemp("runs")
-    first, second = write_run(home / "first"), write_run(home / "sweep" / "second", num_updates=3)
+    first = write_run(home / "first")
+    second = write_run(home / "sweep" / "second", num_updates=3)
     for run, scale, lr in ((first, 1.0, 0.1), (second, 2.0, 0.2)):
         lines_of(run, 4, scale)
         settings = {"run": {"num_updates": 10}, "tasks": {"num_eval": 40}, "learn": {"lr": lr}}
@@ -111,7 +112,8 @@ def test_runs_are_chosen_filtered_and_compared(page: Any, address: str) -> None:
 def test_a_run_with_a_comma_is_chosen_and_a_click_opens_the_run_that_has_the_update(
     browser: Any, tmp_path: Path
 ) -> None:
-    short, long = write_run(tmp_path / "a", num_updates=1), write_run(tmp_path / "a,b%2C")
+    short = write_run(tmp_path / "a", num_updates=1)
+    long = write_run(tmp_path / "a,b%2C")
     lines_of(short, 1, 1.0)
     lines_of(long, 2, 1.0)
     page = browser.new_page(viewport={"width": 1280, "height": 800})

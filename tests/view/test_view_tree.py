@@ -24,7 +24,9 @@ from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import draw
 from treegraft.view.text import drawn
 
-PHONE, LAPTOP, MONITORS = 390, 1280, (1920, 2560)
+PHONE = 390
+LAPTOP = 1280
+MONITORS = (1920, 2560)
 
 MEASURE = (Path(__file__).parents[1] / "support" / "measure.js").read_text(encoding="utf-8")
 
@@ -364,7 +366,8 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     browser: Any,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    grown, drawn = Grown(), BranchCause(entropy_change=0.0, probability=1.0, rule="random")
+    grown = Grown()
+    drawn = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
     start = grown.add("0", search("e36 r1"))
     grown.answer(start, "e12")
     grown.answer(start, "e3", right=True, cause=drawn)

@@ -96,7 +96,8 @@ def import_traces(
 
     places, overrides = split_overrides(words)
     config = settings_alone(overrides, "buffer import", OF_IMPORT, {})
-    files, own = [Path(one) for one in places], config.buffer.build
+    files = [Path(one) for one in places]
+    own = config.buffer.build
     min_reward = own.min_reward
     # Before the buffer is opened, which would make its file.
     check_paths(files)

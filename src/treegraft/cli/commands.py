@@ -305,5 +305,6 @@ def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
     ) -> None:
         work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
 
-    command.__name__, command.__doc__ = work.__name__, work.__doc__
+    command.__name__ = work.__name__
+    command.__doc__ = work.__doc__
     return command

@@ -62,7 +62,9 @@ def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]
     """Returns the recipe, the overrides, and the tables and settings to print."""
     from treegraft.settings.config import tables_and_settings
 
-    recipe, overrides, chosen = None, [], []
+    recipe = None
+    overrides = []
+    chosen = []
     for number, word in enumerate(words):
         name = word.rstrip(".")
         is_setting = name in tables_and_settings() or any(

@@ -75,7 +75,8 @@ def installed() -> Iterator[Finding]:
     notes = {package: f"pip install {package}" for package in REQUIRED}
     notes |= {name: f"pip install 'treegraft[{extra}]'" for name, extra in OPTIONAL.values()}
     for package, note in (notes | MODELS).items():
-        version, is_needed = _version(package), package in REQUIRED
+        version = _version(package)
+        is_needed = package in REQUIRED
         value = version or ("missing" if is_needed else "not installed")
         yield Finding(package, value, bool(version) or not is_needed, "" if version else note)
 
@@ -92,8 +93,11 @@ def num_threads() -> int:
 
 def machine() -> Iterator[Finding]:
     """Returns the parts of this machine that matter."""
-    threads, room = os.environ.get("OMP_NUM_THREADS"), memory_room()
-    bwrap, compiler, cards = shutil.which("bwrap"), find_compiler(), gpus()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    room = memory_room()
+    bwrap = shutil.which("bwrap")
+    compiler = find_compiler()
+    cards = gpus()
     yield Finding("python", platform.python_version(), note=platform.platform(terse=True))
     note = "" if threads is None else f"OMP_NUM_THREADS={threads}"
     yield Finding("CPU threads", str(num_threads()), note=note)

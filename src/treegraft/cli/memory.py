@@ -277,7 +277,8 @@ def memory_of(config: Config, shape: ModelShape, place: Place) -> list[Finding]:
     ]
     for name, size in parts.items():
         found.append(Finding(name, gigabytes(size)))
-    room, left = place.room, place.limit - total
+    room = place.room
+    left = place.limit - total
     if room is None:
         return [*found, Finding("sum", gigabytes(total))]
     note = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"

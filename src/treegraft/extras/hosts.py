@@ -132,7 +132,8 @@ class Host(NamedTuple):
             SettingError: more leaves than there are rows for, or a token that was sampled at
                 another temperature than the trainer scores it at.
         """
-        size, temperature = config.explore.num_leaves, config.rollout.temperature
+        size = config.explore.num_leaves
+        temperature = config.rollout.temperature
         if len(tree.leaves) > size:
             raise SettingError(
                 f"tree '{tree.group_id}' has {len(tree.leaves)} leaves, expected at most"

@@ -34,7 +34,8 @@ def philox_4x32(counters: Tensor, keys: Tensor) -> Tensor:
     )
     # A product of two words fills all 64 bits, the sign's too, and a shift takes the sign along.
     # Only what is multiplied next has to be free of such upper bits.
-    even, odd = counters[0::2], counters[1::2]
+    even = counters[0::2]
+    odd = counters[1::2]
     for number in range(ROUNDS):
         products = (even * multipliers).flip(0)
         even = (products >> 32).bitwise_xor_(odd)

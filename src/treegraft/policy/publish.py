@@ -71,7 +71,9 @@ class Publisher:
         team: Team | None = None,
     ) -> None:
         state = state or TrainState.fresh()
-        self._engine, self._learner, self._dtype = engine, learner, dtype
+        self._engine = engine
+        self._learner = learner
+        self._dtype = dtype
         self._team = team or Alone()
         self._first_gap = state.first_gap
         self._num_breaches = state.num_breaches

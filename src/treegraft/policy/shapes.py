@@ -122,7 +122,8 @@ class ModelShape:
             tokens: unique ones of a pack.
             width: bytes of a number.
         """
-        kept, passing = self.kept_width, 2 * (self.inner_width + self.hidden_size)
+        kept = self.kept_width
+        passing = 2 * (self.inner_width + self.hidden_size)
         if is_checkpointed:
             kept, passing = self.hidden_size, passing + kept
         return self.num_layers * tokens * width * kept, tokens * width * passing
@@ -131,7 +132,8 @@ class ModelShape:
         """Returns how many weights learn: all, or those of the adapters."""
         # Rank · (in + out) of the seven matrices of a layer: query and output, key and value, the
         # three of the feed-forward part.
-        width, key = self.hidden_size, self.num_kv_heads * self.head_dim
+        width = self.hidden_size
+        key = self.num_kv_heads * self.head_dim
         ends = 2 * (width + self.query_width) + 2 * (width + key) + 3 * (width + self.inner_width)
         rank = config.model.lora.rank
         return self.num_layers * rank * ends if rank else self.num_weights
@@ -139,9 +141,13 @@ class ModelShape:
     def learner_parts(self, config: Any, ranks: int) -> dict[str, float]:
         """Returns the estimated bytes of each part of a learner on the GPU of one of `ranks` ranks.
         `treegraft doctor` prints them, and the native engine leaves room for them."""
-        model, learn = config.model, config.learn
-        width, trained, is_one = BYTES[model.dtype], self.num_trained(config), ranks == 1
-        weights, layer = self.num_weights * width, self.num_layer_weights / self.num_layers
+        model = config.model
+        learn = config.learn
+        width = BYTES[model.dtype]
+        trained = self.num_trained(config)
+        is_one = ranks == 1
+        weights = self.num_weights * width
+        layer = self.num_layer_weights / self.num_layers
         frozen = (self.num_weights - trained if model.lora.rank else 0) * width
         tokens = learn.max_pack_tokens
         kept, passing = self.activation_bytes(
@@ -182,7 +188,8 @@ def published_shape(path: str) -> dict[str, Any]:
     Raises:
         ModelError: there is no such shape.
     """
-    name, table = path.removeprefix(PREFIX), shape_table()
+    name = path.removeprefix(PREFIX)
+    table = shape_table()
     if name not in table:
         known = [PREFIX + one for one in table]
         raise ModelError(

@@ -39,7 +39,8 @@ def write_rows(path: Path, tensors: Mapping[str, Any], *, is_first: bool) -> Non
     Args:
         is_first: whether to write the tensors too that every process holds whole.
     """
-    own, rows = {}, {}
+    own = {}
+    rows = {}
     for name, tensor in tensors.items():
         local, first = local_rows(tensor)
         if is_first or (local is not tensor and local.numel()):
@@ -93,7 +94,8 @@ class TensorFiles:
         found = []
         for start, file in sorted(self._parts[name], key=lambda one: one[0]):
             part = file.get_slice(name)
-            low, high = max(first - start, 0), min(first + count - start, part.get_shape()[0])
+            low = max(first - start, 0)
+            high = min(first + count - start, part.get_shape()[0])
             if low < high:
                 found.append(part[low:high])
         if sum(map(len, found)) != count:

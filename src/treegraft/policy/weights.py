@@ -13,7 +13,8 @@ from torch import Tensor
 
 from treegraft.policy.output_head import base_model
 
-CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
+CHUNK = 1 << 16
+DEVICE_CHUNK = 1 << 24
 """Words of a tensor that are summed at once: on a CPU as many as its cache holds as 64-bit
 integers, on a GPU so many that starting a kernel costs nothing beside it."""
 _MODULUS = 1 << 64

@@ -16,7 +16,8 @@ from treegraft.core.files import file_checksum, parse_json, remove_folder
 
 FORMAT_VERSION = 2
 """Of state.json; 1 is that of 0.6."""
-PARTIAL, ASIDE = ".partial", ".aside"
+PARTIAL = ".partial"
+ASIDE = ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
 _LOADED = (".json", ".jinja", ".safetensors", ".bin", ".model")
 """Endings of files that libraries look for in a folder, whether something names them or not."""
@@ -201,7 +202,8 @@ def latest_checkpoint(checkpoints_dir: Path) -> Path | None:
 def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
     """Removes all but the latest `keep` checkpoints and the best one ("best" is a folder of its
     own)."""
-    updates, found = sorted(checkpoints_dir.glob("update-*")), in_order(checkpoints_dir)
+    updates = sorted(checkpoints_dir.glob("update-*"))
+    found = in_order(checkpoints_dir)
     for folder in found:
         if folder not in (updates or found)[-keep:]:
             gone = folder.with_name(f".{folder.name}{PARTIAL}")

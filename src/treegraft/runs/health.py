@@ -97,7 +97,8 @@ def _no_tool_calls(history: History, line: MetricsLine, limit: float) -> Finding
 
 
 def _entropy_collapse(history: History, line: MetricsLine, limit: float) -> Findings:
-    now, first = number(line, "learn/entropy"), history.first_entropy
+    now = number(line, "learn/entropy")
+    first = history.first_entropy
     # A group that is skipped has no entropy: 0 would be the absence of a measurement.
     if now is None or not first or number(line, "learn/num_contributions") == 0:
         return {}
@@ -122,7 +123,8 @@ def _held_out_differs(history: History, line: MetricsLine, limit: float) -> Find
 
 def _engine_drift(history: History, line: MetricsLine, limit: float) -> Findings:
     # The accepted gap depends on the engine's precision; the limit is a multiple of it.
-    gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
+    gap = number(line, "learn/engine_gap")
+    allowed = number(line, "learn/engine_gap_limit")
     return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
 
 

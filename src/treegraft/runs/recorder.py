@@ -100,8 +100,10 @@ class Recorder:
             history: the lines of metrics so far.
             warnings: what the user is told when the run begins, one sentence each.
         """
-        display, path = self.display, folder.path
-        self._folder, self._writer = folder, BackgroundWriter()
+        display = self.display
+        path = folder.path
+        self._folder = folder
+        self._writer = BackgroundWriter()
         with ExitStack() as ends:
             ends.callback(self._writer.close)
             self._trackers = Trackers(
@@ -140,7 +142,8 @@ class Recorder:
         """Has trees written where the recipe asks for it; `kind` names those of an evaluation.
         They are there before the update's line of metrics and before a checkpoint."""
         if self._config.track.record_trees:
-            path, keep = self._folder.trees_path(update, kind), self._config.track.keep_trees
+            path = self._folder.trees_path(update, kind)
+            keep = self._config.track.keep_trees
 
             def write() -> None:
                 write_trees(path, trees)

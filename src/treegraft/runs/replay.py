@@ -30,7 +30,8 @@ class Replay:
         """Takes up the groups of the run's files up to `update`: a resumed run draws what an
         uninterrupted one would have drawn. Without a folder it begins with none."""
         self._folder = folder
-        self._settings, self._seed = config.replay, config.run.seed
+        self._settings = config.replay
+        self._seed = config.run.seed
         self._num_wanted = self._settings.num_replayed(config.run.tasks_per_update)
         self._drawn: list[int] = []
         self._groups: dict[str, Tree] = {}
@@ -101,7 +102,8 @@ class Replay:
         """Returns the replay/* metrics of the last update; none where nothing is ever replayed."""
         if not self._num_wanted:
             return {}
-        ages, self._drawn = self._drawn, []
+        ages = self._drawn
+        self._drawn = []
         return {
             "replay/num_groups": float(len(ages)),
             "replay/num_kept": float(len(self._groups)),

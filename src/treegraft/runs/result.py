@@ -167,7 +167,8 @@ class RunResult:
             objects: Python objects that the settings lead to, as of `train`; those of this
                 process's own run are known.
         """
-        place, known = self.checkpoint_dir, self.given
+        place = self.checkpoint_dir
+        known = self.given
         agent: AskedAgent = above("agent")(
             place, overrides, system_prompt=system_prompt, given=known, **objects
         )

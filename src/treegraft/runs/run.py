@@ -136,7 +136,8 @@ class Run:
     """What the user is told when it begins, one sentence each."""
 
     def __post_init__(self) -> None:
-        self.display, self.stop = self.recorder.display, Stop()
+        self.display = self.recorder.display
+        self.stop = Stop()
         self._is_new = self.folder is None
         self._is_recorded = False
         # A run that goes on from a checkpoint has nothing to save before something changes.
@@ -394,7 +395,8 @@ class Run:
 
     def record_warm_up(self, step: WarmUpStep) -> None:
         """Records a step of the warm-up, with a checkpoint after each quarter and at the end."""
-        before, num_all = self.state.pending, self.config.warmup.num_steps
+        before = self.state.pending
+        num_all = self.config.warmup.num_steps
         sums = {key: before.get(key, 0.0) + value for key, value in step.spent.items()}
         own = {"warmup/num_steps": float(step.num_steps), **step.metrics, **sums}
         self.state = replace(self.state, warmup_steps=step.num_steps, pending={**before, **own})
@@ -414,7 +416,8 @@ class Run:
         return bool(self.team.share(self._is_warm_up_evaluation_due()))
 
     def _is_warm_up_evaluation_due(self) -> bool:
-        settings, done = self.config.warmup, self.state.warmup_steps
+        settings = self.config.warmup
+        done = self.state.warmup_steps
         if self.state.update or self.state.is_closed or not settings.eval_every:
             return False
         is_due = done == settings.num_steps or done % settings.eval_every == 0
@@ -464,7 +467,8 @@ class Run:
 
     def is_evaluation_due(self) -> bool:
         """Returns whether the held-out tasks are evaluated after the present update."""
-        settings, number = self.config.eval, self.state.update
+        settings = self.config.eval
+        number = self.state.update
         if self.state.is_closed:
             return False
         if number == 0:
@@ -482,7 +486,8 @@ class Run:
         self.stop.raise_if_asked()
 
     def _close(self, evaluation: Measured | None) -> None:
-        update, state = self.state.update, self.state
+        update = self.state.update
+        state = self.state
         evaluated = {} if evaluation is None else self._recorded(evaluation)
         metrics = {**state.pending, **evaluated}
         if update and evaluated:
@@ -508,7 +513,8 @@ class Run:
 
     def _recorded(self, evaluation: Measured) -> dict[str, float]:
         """Records the trees of an evaluation; returns its metrics."""
-        number, metrics = self.state.update, evaluation.metrics
+        number = self.state.update
+        metrics = evaluation.metrics
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
         if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
@@ -520,7 +526,8 @@ class Run:
 
     def is_at_end_of_warm_up(self) -> bool:
         """Returns whether a warm-up with evaluations has just ended."""
-        settings, done = self.config.warmup, self.state.warmup_steps
+        settings = self.config.warmup
+        done = self.state.warmup_steps
         is_due = bool(settings.eval_every) and done == settings.num_steps
         return is_due and (done > 0 or self.config.eval.at_start)
 

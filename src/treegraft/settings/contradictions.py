@@ -144,7 +144,8 @@ def _run_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Contradiction]:
-    value, limit = value_of(config, name), value_of(config, other)
+    value = value_of(config, name)
+    limit = value_of(config, other)
     if value > limit:
         text = f"{name}: got {value}, expected at most {other}, which is {limit}{why}."
         yield Contradiction((name, other), text)
@@ -214,7 +215,8 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
             yield Contradiction(("warmup.traces", "buffer.path"), text)
     if not settings.path:
         named = next(iter(retrieving(config.explore.explorers)), None)
-        other, use = "explore.explorers", f'has "{named}", which retrieves from a'
+        other = "explore.explorers"
+        use = f'has "{named}", which retrieves from a'
         if named is None:
             by_lessons = config.loss.lesson_coef > 0
             other = "loss.lesson_coef" if by_lessons else "warmup.traces"

@@ -96,7 +96,8 @@ _grafts = (with_graft, when("explore.graft.num_hybrid"), when("explore.graft.pro
 
 def takes_warmup_of_buffer(config: Settings) -> bool:
     """Returns whether the warm-up imitates the buffer of [buffer]."""
-    num_steps, traces = value_of(config, "warmup.num_steps"), value_of(config, "warmup.traces")
+    num_steps = value_of(config, "warmup.num_steps")
+    traces = value_of(config, "warmup.traces")
     return bool(num_steps) and traces == "buffer"
 
 

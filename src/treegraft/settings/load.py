@@ -380,15 +380,18 @@ def load_config(
     data: dict[str, Any]
     if isinstance(source, Config):
         # Only what was given: the rest may follow from overrides.
-        origin, data = "settings", source.model_dump(mode="json", exclude_unset=True)
+        origin = "settings"
+        data = source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):
         # A copy: overrides are put into it.
-        origin, data = "settings", json.loads(json.dumps(source, default=str))
+        origin = "settings"
+        data = json.loads(json.dumps(source, default=str))
         if isinstance(base := data.get(BASE), str):
             del data[BASE]
             data = merged(_read(Path(base), smoke=smoke), data)
     else:
-        origin, data = str(source), _read(Path(source), smoke=smoke)
+        origin = str(source)
+        data = _read(Path(source), smoke=smoke)
     _give(data, given or {}, origin, replaces=replaces)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)

@@ -11,7 +11,9 @@ from treegraft.core.errors import SettingError, nearest
 from treegraft.core.shipped import FOLDERS, Kind, by_name
 from treegraft.settings.plain import read_tables, shown
 
-BASE, SMOKE, FOLDER = "base", "smoke", "$RECIPE_DIR"
+BASE = "base"
+SMOKE = "smoke"
+FOLDER = "$RECIPE_DIR"
 MOST_BASES = 4
 """Longest chain of recipes, or studies, that build on one another."""
 

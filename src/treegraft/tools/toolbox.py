@@ -77,7 +77,8 @@ class _Entry:
 
     def take_usage(self) -> _Usage:
         """Returns the counts since the last take."""
-        usage, self._usage = self._usage, _Usage()
+        usage = self._usage
+        self._usage = _Usage()
         return usage
 
     @property

@@ -30,7 +30,8 @@ class Batcher(Generic[Q, A]):
         loop = asyncio.get_running_loop()
         # Worker and futures of a loop that has ended can never run again.
         if self._worker is not None and self._worker.get_loop() is not loop:
-            self._waiting, self._worker = [], None
+            self._waiting = []
+            self._worker = None
         answer: asyncio.Future[A] = loop.create_future()
         self._waiting.append((question, answer))
         # The worker starts only after this coroutine waits, so questions of one moment share the
@@ -47,7 +48,8 @@ class Batcher(Generic[Q, A]):
         try:
             while self._waiting:
                 # Questions that were cancelled meanwhile are left out.
-                batch, self._waiting = [one for one in self._waiting if not one[1].done()], []
+                batch = [one for one in self._waiting if not one[1].done()]
+                self._waiting = []
                 try:
                     answers = await asyncio.get_running_loop().run_in_executor(
                         self._thread, self._answer, [question for question, _ in batch]

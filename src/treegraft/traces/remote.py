@@ -292,5 +292,6 @@ class _TreeRetriever:
     def take_metrics(self) -> dict[str, float]:
         """Returns counts for `BufferRetriever.count` since the last call, not metrics: the run's
         process adds those of all trees."""
-        counts, self._counts = self._counts, Counter()
+        counts = self._counts
+        self._counts = Counter()
         return {name: float(count) for name, count in counts.items()}

@@ -61,7 +61,8 @@ def _compared(now: list[float], then: list[float]) -> dict[str, Any] | None:
     num = min(len(now), len(then))
     if num == 0:
         return None
-    after, before = fmean(now[:num]), fmean(then[:num])
+    after = fmean(now[:num])
+    before = fmean(then[:num])
     return {"change": after - before, "before": before, "after": after, "num": num}
 
 

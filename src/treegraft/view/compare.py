@@ -40,7 +40,8 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
         CheckpointError: one of them is no run folder.
         DataError: one of them has no metrics yet.
     """
-    runs, notes = list[list[dict[str, float]]](), list[str]()
+    runs = list[list[dict[str, float]]]()
+    notes = list[str]()
     for folder in folders:
         run = RunReader(RunFolder.open(folder).path)
         lines, left_out = run.clean_metrics()

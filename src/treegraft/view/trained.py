@@ -50,7 +50,8 @@ class Trained:
         """The method in the field's words, as `explore.explorers` gives it."""
         if self.state.update == 0:
             return "supervised fine-tuning" if self.state.warmup_steps else "no training"
-        kinds, words = chosen_kinds(self.config), []
+        kinds = chosen_kinds(self.config)
+        words = []
         for name in self.config.explore.explorers:
             title = kinds[name].title if name in kinds else plain(name)
             words.append(title if isinstance(title, str) else title(self.config.explore))

@@ -85,7 +85,8 @@ def pretend(capability: int = 90) -> None:
     LD_PRELOAD: torch looks for a card once."""
     global _capability
     _capability = capability
-    _PROPERTIES.name, _PROPERTIES.major = NAMES[capability], capability // 10
+    _PROPERTIES.name = NAMES[capability]
+    _PROPERTIES.major = capability // 10
     _PROPERTIES.multi_processor_count = {90: 132, 100: 148}[capability]
     ctypes.CDLL(os.environ["LD_PRELOAD"]).put_guard()
     # Not for the compilers that are started from here.
@@ -123,7 +124,8 @@ def _pretend_to_torch() -> None:
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }.items():
         setattr(cuda, name, _always(value))
-    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.random.set_rng_state = cuda.set_rng_state
     cuda.device = cuda._DeviceGuard = cuda.device_of = _Block
     torch.version.cuda = "13.0"
     for name, value in {

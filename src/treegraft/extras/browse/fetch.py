@@ -132,7 +132,8 @@ class Fetcher:
         site = f"{parts.scheme}://{parts.netloc}"
         if site in self._robots:
             return self._robots[site]
-        place, rules = f"{site}/robots.txt", b""
+        place = f"{site}/robots.txt"
+        rules = b""
         for _ in range(MAX_REDIRECTS + 1):
             status, headers, body = await self._get(place, is_page=False)
             if status in _REDIRECTS and "location" in headers:
@@ -258,7 +259,8 @@ def _checked(url: str) -> str:
     http(s) address."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError as error:
         raise NotFetched(
             f"'{_shown(url)}' is no web address: {error}", code="no-web-address"

@@ -14,7 +14,8 @@ def choose(text: str, query: str, num: int, max_chars: int) -> list[str]:
     """Returns the `num` best passages of at most `max_chars` characters in their order, with `GAP`
     where others stood; empty where there is no text."""
     passages = list(cut(text, max_chars))
-    shown, last = [], -1
+    shown = []
+    last = -1
     for number in most_relevant(passages, query, num):
         if number != last + 1:
             shown.append(GAP)

@@ -56,7 +56,8 @@ class BrowseTool:
         page = await self._fetcher.fetch(url)
         # A thread of its own: a page that hangs its reader would hold one of the few shared ones.
         found = await run_in_thread(lambda: self._pool.read(page, query))
-        url, title = plain(page.url, SHOWN_CHARS), plain(" ".join(found.title.split()), SHOWN_CHARS)
+        url = plain(page.url, SHOWN_CHARS)
+        title = plain(" ".join(found.title.split()), SHOWN_CHARS)
         head = f"{title} | {url}" if title else url
         return "\n".join([head, *(found.passages or ["(no text)"])])
 
@@ -75,7 +76,8 @@ def read_call(body: str) -> tuple[str, str]:
     if text.startswith("{"):
         try:
             fields = json.loads(text)
-            url, query = fields["url"], fields.get("query") or ""
+            url = fields["url"]
+            query = fields.get("query") or ""
         except (ValueError, RecursionError, KeyError) as error:
             raise ToolError(
                 'browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}',

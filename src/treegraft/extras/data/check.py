@@ -154,7 +154,9 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         [question] if question else fields.QUESTION_COLUMNS,
         [reference] if reference else fields.REFERENCE_COLUMNS,
     )
-    found, items, columns = fields.Defects(), list[Item](), set[str]()
+    found = fields.Defects()
+    items = list[Item]()
+    columns = set[str]()
     used = ["", ""]
     num_rows = 0
     for num_rows, row in enumerate(readers.read_rows(name, "train"), start=1):
@@ -230,7 +232,8 @@ def _add_repeats(items: Sequence[Item], found: fields.Defects) -> None:
         before = first.setdefault(key, item) if key else item
         if before is item:
             continue
-        kind, answers = "repeated question", ""
+        kind = "repeated question"
+        answers = ""
         if set(map(normalised, before.reference)) != set(map(normalised, item.reference)):
             kind += " with another reference"
             answers = f"  ({before.reference} in row {before.row}, {item.reference} here)"

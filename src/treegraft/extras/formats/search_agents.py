@@ -85,11 +85,13 @@ class MarkedAgent:
     def __init__(
         self, tokenizer: interfaces.Tokenizer, marks: Marks, *, tools: Sequence[Any], **options: Any
     ) -> None:
-        self._tokenizer, self._marks = tokenizer, marks
+        self._tokenizer = tokenizer
+        self._marks = marks
         self._prompt = marks.prompt
         if (given := options.get("system_prompt")) is not None:
             self._prompt = given
-        self._rule, self._max_context = options.get("answer"), options.get("max_context")
+        self._rule = options.get("answer")
+        self._max_context = options.get("max_context")
         ends = options.get("end_ids")
         found = [tokenizer.eos_token_id] if ends is None else ends
         self._end_ids = {one for one in found if one is not None}
@@ -141,7 +143,8 @@ class MarkedAgent:
             if self._marks.answer is None:
                 return Read(StepContent(answer=text.strip()))
             return Read(StepContent(thought=text.strip()), "ended without a search or an answer")
-        thought, body = text[: found.start()].strip(), (found[found.lastindex or 1] or "").strip()
+        thought = text[: found.start()].strip()
+        body = (found[found.lastindex or 1] or "").strip()
         if found[0].startswith(self._marks.call[0]):
             return Read(StepContent(thought=thought, calls=(ToolCall(TOOL, body),)))
         return Read(StepContent(thought=thought, answer=body))

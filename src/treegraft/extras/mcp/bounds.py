@@ -37,7 +37,8 @@ class Pipes:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], max_bytes: int) -> None:
         """Starts nothing; `env` comes on top of PATH, HOME and the like."""
-        self._command, self._max_bytes = list(command), max_bytes
+        self._command = list(command)
+        self._max_bytes = max_bytes
         if sys.platform == "linux":
             parent = str(os.getpid())
             self._command = [sys.executable, "-I", keeper.__file__, parent, *command]
@@ -78,7 +79,8 @@ class Pipes:
                 pumps.cancel_scope.cancel()
 
     async def _read(self, source: ByteReceiveStream, incoming: Any) -> None:
-        line, is_long = bytearray(), False
+        line = bytearray()
+        is_long = False
         async with incoming:
             async for chunk in _chunks(source):
                 *whole, rest = chunk.split(b"\n")
@@ -221,7 +223,9 @@ class BoundedTransport(httpx2.AsyncHTTPTransport):
 
 class _Bounded(httpx2.AsyncByteStream):
     def __init__(self, stream: Any, max_bytes: int, error: str) -> None:
-        self._stream, self._max_bytes, self._error = stream, max_bytes, error
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._error = error
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         size = 0

@@ -45,7 +45,8 @@ class McpTool:
         self.name = EnvironmentTool.tag_of(self.own_name)
         words = described.description or described.title or f"The tool {self.own_name}."
         self.description = " ".join(words.split())
-        chosen, hints = server.settings.capability, described.annotations
+        chosen = server.settings.capability
+        hints = described.annotations
         # A tool that writes has a state, and no server can copy it for a branch.
         only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
         self.capability = (
@@ -94,7 +95,8 @@ class McpServer:
         self._pipes = _pipes_of(settings, self._env)
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
-        self._changed, self._connected = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._connected = asyncio.Event()
         self._supervisor: asyncio.Task[Any] | None = None
         self._is_closing = False
         self._thread = threading.Thread(
@@ -175,7 +177,8 @@ class McpServer:
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
         if self._client is client:  # not yet given up by another call
-            self._client, self._error = None, reason
+            self._client = None
+            self._error = reason
             self._connected.clear()
             self._changed.set()
 

@@ -60,7 +60,9 @@ class BalancedBranching(EntropyBranching):
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns Z further children where the rule says so, else 0 with the numbers it saw."""
-        first, in_a_row, key = path.steps[1], 0, path.noise_key
+        first = path.steps[1]
+        in_a_row = 0
+        key = path.noise_key
         for before, step in pairwise(path.steps[1:]):
             if _is_asked(before, step):
                 # The coin of that time had the same key but for the step's id, which comes last.
@@ -76,16 +78,20 @@ class BalancedBranching(EntropyBranching):
         key: tuple[int | str, ...],
         step_id: str,
     ) -> Branch:
-        own, damped = self._settings, damping(in_a_row, PENALTY)
+        own = self._settings
+        damped = damping(in_a_row, PENALTY)
         change = entropy_change(current, self._first_entropies(first), self._normaliser)
         if own.rule == "bernoulli":
             coin = keyed.keyed_unit(*key[:-1], step_id, "branch")
             probability = coin_probability(change, own.entropy_weight, own.threshold, damped)
-            bar, branches = coin, coin < probability
+            bar = coin
+            branches = coin < probability
         else:
-            base, weight = own.base_prob * damped, own.entropy_weight * damped
+            base = own.base_prob * damped
+            weight = own.entropy_weight * damped
             probability = branch_probability(change, base, weight)
-            bar, branches = own.threshold, probability > own.threshold
+            bar = own.threshold
+            branches = probability > own.threshold
         cause = BranchCause(entropy_change=change, probability=probability, rule=own.rule, bar=bar)
         return Branch(own.num_branches if branches else 0, cause)
 
@@ -100,7 +106,8 @@ class BalancedBranching(EntropyBranching):
 
     def _changes(self, tree: Tree) -> list[float]:
         """ΔH of the probe's steps after a result; its own continuations are the first children."""
-        by_id, probe = {step.id: step for step in tree.steps}, []
+        by_id = {step.id: step for step in tree.steps}
+        probe = []
         name = f"{tree.root.id}.0"
         while name in by_id:
             probe.append(by_id[name])

@@ -62,7 +62,8 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
             counts += (below[step.id] * step.loss_mask).tolist()
     scores = standardised(np.asarray(values, np.float64), np.asarray(counts, np.float64))
     factors = np.maximum(0.0, 1.0 + weight * scores)
-    found, place = [], 0
+    found = []
+    place = 0
     for tree in trees:
         steps = []
         for step in tree.steps:

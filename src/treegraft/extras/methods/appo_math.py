@@ -39,7 +39,8 @@ def advantages_apart(rewards: Sequence[float], branches: Sequence[bool], *, eps:
     Args:
         branches: [leaves] whether each is a branch.
     """
-    values, kinds = np.asarray(rewards, np.float64), np.asarray(branches, bool)
+    values = np.asarray(rewards, np.float64)
+    kinds = np.asarray(branches, bool)
     advantages = np.zeros_like(values)
     for kind in (False, True):
         group = values[kinds == kind]
@@ -146,7 +147,8 @@ def future_weights(
         for owner, is_far, advantage in zip(owners, far, advantages, strict=True)
         if is_far and advantage < 0
     )
-    found, total = [0.0] * len(gaps), 0.0
+    found = [0.0] * len(gaps)
+    total = 0.0
     for place in reversed(range(len(gaps))):
         behind = place + 1
         if behind < len(gaps) and owners[behind] == owners[place]:

@@ -65,7 +65,8 @@ class Axpo(Independent):
 
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns the retries, once; nothing where a rollout succeeded or no step qualifies."""
-        own, paths = self._settings, tree.trajectories()
+        own = self._settings
+        paths = tree.trajectories()
         if any(path.is_retry for path in paths):
             return Start(0)
         members = [path for path in paths if path.status.rule.in_group]
@@ -95,7 +96,8 @@ def _uncertainty(step: Step) -> float:
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:
-    explore, own = config.explore, config.explore.axpo
+    explore = config.explore
+    own = config.explore.axpo
     num_left = explore.num_leaves - own.num_starts
     if "axpo" in explore.explorers and 0 <= num_left < own.num_retries:
         yield Contradiction(

@@ -25,7 +25,8 @@ def own_calls(path: Trajectory) -> list[tuple[str, str]]:
 
 def is_right(path: Trajectory) -> bool:
     """Returns whether a completed trajectory's answer matches exactly or is equal mathematics."""
-    answer, accepted = path.leaf.answer, path.task.reference
+    answer = path.leaf.answer
+    accepted = path.task.reference
     if path.status is not Status.COMPLETED or answer is None or not accepted:
         return False
     return exact_match(answer, accepted) == 1.0 or math_equal(answer, accepted) == 1.0

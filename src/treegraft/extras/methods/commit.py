@@ -86,7 +86,8 @@ class CommitBranching(Independent):
     def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Retry]:
         """Returns the next round where every rollout has failed; `num_more` leaves at the prompt,
         once, where only some of the first ones have; nothing after a success otherwise."""
-        own, paths = self._settings, tree.trajectories()
+        own = self._settings
+        paths = tree.trajectories()
         members = [path for path in paths if path.status.rule.in_group]
         succeeded = [(path.reward or 0.0) >= MIN_REWARD for path in members]
         num_left = max_leaves - len(tree.leaves)

@@ -40,7 +40,8 @@ def step_weighted_advantages(
     Args:
         num_steps: [trajectories] n_i, the steps that the policy wrote; n is their sum.
     """
-    values, counts = np.asarray(rewards, np.float64), np.asarray(num_steps, np.float64)
+    values = np.asarray(rewards, np.float64)
+    counts = np.asarray(num_steps, np.float64)
     seen = values[counts > 0]
     if counts.sum() < 2 or (seen == seen[0]).all():
         return np.zeros_like(values)

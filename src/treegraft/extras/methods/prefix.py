@@ -116,7 +116,8 @@ class ShortestPrefix(UniformPrefix):
         prefix helps."""
         if not tree.leaves:
             return [self.starts(max_leaves)]
-        missing, best = Start(max_leaves - len(tree.leaves)), self.best(stored)
+        missing = Start(max_leaves - len(tree.leaves))
+        best = self.best(stored)
         succeeded = self._successes(tree)
         # Own rollouts that all failed for a reason of ours say nothing about the task.
         if best is None or succeeded.get(0, True) or missing.num <= 0:
@@ -188,7 +189,8 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
             " no paper says how a stored step that is history and one that is a graft share their"
             " credit.",
         )
-    own, num_leaves = explore.prefix, explore.num_leaves
+    own = explore.prefix
+    num_leaves = explore.num_leaves
     if own.rule == "bread" and own.num_restarts == num_leaves:
         yield Contradiction(
             ("explore.prefix.num_restarts", "explore.num_leaves"),

@@ -27,7 +27,8 @@ def forest_advantages(
     Args:
         starts: [leaves] the first-level rollout that each leaf lies below.
     """
-    values, owners = np.asarray(rewards, dtype=np.float64), np.asarray(starts)
+    values = np.asarray(rewards, dtype=np.float64)
+    owners = np.asarray(starts)
     advantages = group_advantages(values, eps=eps)
     for start in np.unique(owners):
         advantages[owners == start] += group_advantages(values[owners == start], eps=eps)

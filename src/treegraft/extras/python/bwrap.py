@@ -244,7 +244,8 @@ class Sandbox:
 def _read(output: int, result: int, max_chars: int, deadline: float) -> tuple[str, bytes] | None:
     """Returns a call's printed text and result, never more than the caps; None where the result did
     not end before the deadline (a `time.monotonic`)."""
-    printed, answer = Printed(max_chars), bytearray()
+    printed = Printed(max_chars)
+    answer = bytearray()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     poll = select.poll()
     poll.register(output, select.POLLIN)
@@ -426,7 +427,8 @@ def _interpreter() -> tuple[list[Path], list[Path]]:
 def _target(path: Path) -> Path:
     """Returns where a file or folder of Python lies in the sandbox: under a name that tells nothing
     of the host where it can be moved, which takes the program with its libraries."""
-    prefix, program = Path(sys.base_prefix).resolve(), _program()
+    prefix = Path(sys.base_prefix).resolve()
+    program = _program()
     is_moved = program.is_relative_to(prefix) and not program.is_relative_to("/usr")
     if is_moved and path.is_relative_to(prefix):
         return Path("/python", path.relative_to(prefix))

@@ -64,7 +64,8 @@ def fix_clock() -> None:
     _FixedDatetime.__name__ = _FixedDatetime.__qualname__ = "datetime"
     _FixedDate.__name__ = _FixedDate.__qualname__ = "date"
     _FixedDatetime.__module__ = _FixedDate.__module__ = "datetime"
-    datetime.datetime, datetime.date = _FixedDatetime, _FixedDate  # type: ignore[misc]
+    datetime.datetime = _FixedDatetime  # type: ignore[misc]
+    datetime.date = _FixedDate  # type: ignore[misc]
 
 
 def seed() -> None:

@@ -141,7 +141,8 @@ def _value(session: MontySession, code: str, printed: Printed) -> tuple[Any, str
     # expression, or stands inside of one, the changed code is no Python, and none of it runs.
     starts = [found.start() for found in re.finditer(r"(?m)^[^\s#)\]}]", code)]
     if starts:
-        before, last = code[: starts[-1]], code[starts[-1] :]
+        before = code[: starts[-1]]
+        last = code[starts[-1] :]
         try:
             found = run(f"{before}pass\n(lambda value: (value, f'{{value!r}}'))((\n{last}\n))")
             return found if found[0] is not None else (None, None)

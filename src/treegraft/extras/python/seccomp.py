@@ -14,11 +14,23 @@ import platform
 import struct
 from collections.abc import Mapping, Sequence
 
-_LOAD, _EQUAL, _AT_LEAST, _MORE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x45, 0x06
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_MORE = 0x25
+_ANY_BIT = 0x45
+_RETURN = 0x06
 _AND = 0x54
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24)
-_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_EPERM, _ENOTTY, _ENOLCK, _ENOSYS = 1, 25, 37, 38
+_NUMBER = 0
+_ARCH = 4
+_ARGUMENTS = (16, 24)
+_ALLOW = 0x7FFF0000
+_ERROR = 0x00050000
+_KILL = 0x80000000
+_EPERM = 1
+_ENOTTY = 25
+_ENOLCK = 37
+_ENOSYS = 38
 
 _ARCHES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOWED = """
@@ -60,10 +72,16 @@ _NEWER = 424
 """From here on all processors number alike, and every call is younger than the programs that do
 without it: those fall back where the kernel says that it has no such call (clone3 to clone)."""
 
-_CLONE, _CLONE_THREAD = (56, 220), 0x10000
-_SOCKETPAIR, _AF_UNIX, _SOCK_KIND, _SOCK_STREAM = (53, 199), 1, 0xF, 1
+_CLONE = (56, 220)
+_CLONE_THREAD = 0x10000
+_SOCKETPAIR = (53, 199)
+_AF_UNIX = 1
+_SOCK_KIND = 0xF
+_SOCK_STREAM = 1
 _FLOCK = (73, 32)
-_IOCTL, _FCNTL, _PRCTL = (16, 29), (72, 25), (157, 167)
+_IOCTL = (16, 29)
+_FCNTL = (72, 25)
+_PRCTL = (157, 167)
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE."""
 _FCNTLS = (0, 1, 2, 3, 4, 5, 1030, 1032)
@@ -82,7 +100,8 @@ def is_known(machine: str = platform.machine()) -> bool:
 def program(machine: str = platform.machine()) -> bytes:
     """Returns the filter as classic BPF, 8 bytes an instruction."""
     column = list(_ARCHES).index(machine)
-    allow, refuse = _step(_RETURN, _ALLOW), _error(_EPERM)
+    allow = _step(_RETURN, _ALLOW)
+    refuse = _error(_EPERM)
     # A 32-bit call has numbers of its own, to which the table would not apply.
     steps = [
         _step(_LOAD, _ARCH),
@@ -139,7 +158,9 @@ def install(libc: ctypes.CDLL) -> None:
     steps = program()
     filled = Program(len(steps) // 8, steps)
     # The kernel takes a filter of an unprivileged process under the first of these alone.
-    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    no_new_privileges = 38
+    set_seccomp = 22
+    by_filter = 2
     for arguments in (
         (no_new_privileges, 1, 0, 0, 0),
         (set_seccomp, by_filter, ctypes.addressof(filled), 0, 0),

@@ -37,12 +37,17 @@ from treegraft.extras.python.determinism import fix_clock, seed
 from treegraft.extras.python.output import cut, show
 from treegraft.extras.python.seccomp import install
 
-READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
+READY = b"r"
+START = b"c"
+KILL = b"k"
+ENDED = b"d"
 """Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker
 to host: over."""
 REPORT = struct.Struct("=cid")
 """ENDED, the wait status, processor seconds."""
-VALUE, ERROR, MEMORY = "value", "error", "memory"
+VALUE = "value"
+ERROR = "error"
+MEMORY = "memory"
 """First line of a child's result: a value, an exception, or out of memory."""
 
 _NEW_NAMESPACES = 0x20000 | 0x20000000 | 0x08000000
@@ -213,7 +218,8 @@ def _address_space() -> int:
     """Returns the address space of this process in bytes, found by bisection over limits: there is
     no /proc."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    low, high = 0, 2**47
+    low = 0
+    high = 2**47
     while high - low > _PAGE:
         middle = (low + high) // 2
         try:

@@ -62,7 +62,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         DataError: a bad row, by line; a file that cannot be read or has no rows.
     """
-    offset, num_rows = 0, 0
+    offset = 0
+    num_rows = 0
     try:
         # As bytes: text mode cannot tell where a line begins in the file.
         with path.open("rb") as file:

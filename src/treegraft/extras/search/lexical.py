@@ -25,7 +25,8 @@ from treegraft.extras.search.corpus import Row
 
 FORMAT = 2
 """Version of the files; raised whenever their layout changes."""
-K1, B = 1.5, 0.75
+K1 = 1.5
+B = 0.75
 """Parameters of the formula; the defaults of bm25s."""
 # The pattern of bm25s drops words of one character, such as the number in "Apollo 8".
 _WORDS = r"(?u)\b\w+\b"

@@ -91,7 +91,9 @@ class CorpusSearch:
         Args:
             kind: the kind of search, for the fingerprint.
         """
-        self._corpus, self._index, self._kind = corpus, index, kind
+        self._corpus = corpus
+        self._index = index
+        self._kind = kind
         self._batcher = Batcher(self._answer, "search")
 
     @functools.cached_property

@@ -116,7 +116,8 @@ def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
         raise ValueError(
             'expected an object such as {"queries": ["..."], "topk": 3, "return_scores": true}'
         )
-    queries, top_k = asked.get("queries"), asked.get("topk")
+    queries = asked.get("queries")
+    top_k = asked.get("topk")
     if (
         not isinstance(queries, list)
         or not all(isinstance(query, str) for query in queries)

@@ -134,11 +134,13 @@ class Judge:
         """
         model = self.settings.model
         pairs = {key: pair for pair in asked if (key := verdict_key(model, *pair)) not in known}
-        gate, done = asyncio.Semaphore(self.settings.max_concurrent), 0
+        gate = asyncio.Semaphore(self.settings.max_concurrent)
+        done = 0
 
         async def ask(key: str, task: Task, answer: str) -> None:
             nonlocal done
-            reply, verdict = "", Verdict.UNPARSED
+            reply = ""
+            verdict = Verdict.UNPARSED
             async with gate:
                 # At temperature 0 the same seed would give the same reply again.
                 for seed in (0, 1):
@@ -148,7 +150,8 @@ class Judge:
                         max_tokens=self.settings.max_reply_tokens,
                         seed=seed,
                     )
-                    reply, verdict = found.text, parse_verdict(found.text)
+                    reply = found.text
+                    verdict = parse_verdict(found.text)
                     if verdict is not Verdict.UNPARSED:
                         break
             row = {"key": key, "verdict": verdict, "task": task.id, "answer": answer}

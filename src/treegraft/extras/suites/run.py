@@ -54,7 +54,8 @@ class Sampling(NamedTuple):
         Raises:
             SettingError: no sample, or more than fit in the engine together.
         """
-        settings, most = config.eval, config.engine.max_rows
+        settings = config.eval
+        most = config.engine.max_rows
         if settings.greedy:
             return cls(1, 0.0)
         if not 1 <= settings.num_samples <= most:

@@ -169,7 +169,8 @@ def load_sets(
 
 
 def _compared_with_papers(found: EvalSet) -> EvalSet:
-    scored, num = found.rule.num_scored, len(found.tasks)
+    scored = found.rule.num_scored
+    num = len(found.tasks)
     if scored is None or scored == num:
         return found
     note = (
@@ -224,7 +225,9 @@ def read_set(
     Raises:
         DataError: no usable row; or as `read_rows` does.
     """
-    rule, defects, columns = SETS[name], fields.Defects(), set[str]()
+    rule = SETS[name]
+    defects = fields.Defects()
+    columns = set[str]()
     tasks: list[Task] = []
     number = -1
     for number, row in enumerate(readers.read_rows(source, "test")):
@@ -272,10 +275,8 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
             values = decrypted(values, (*rule.question, *rule.reference), str(password[1]))
         except ValueError:
             return "that cannot be decrypted"
-    question, level = (
-        fields.find_value(values, rule.question),
-        fields.find_value(values, rule.level),
-    )
+    question = fields.find_value(values, rule.question)
+    level = fields.find_value(values, rule.level)
     text = fields.question_text(question[1]) if question else ""
     if not text.strip():
         return "without a question"

@@ -149,7 +149,8 @@ class ReasoningGym(OpenTasks):
 
     def _draw(self, purpose: str, num: int, key: int, seen: set[str]) -> tuple[Task, ...]:
         """Returns up to `num` tasks with questions that are new; adds them to `seen`."""
-        generator, size = self._settings.generator, _DRAWS_PER_TASK * num + 100
+        generator = self._settings.generator
+        size = _DRAWS_PER_TASK * num + 100
         # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts
         # share items.
         offset = keyed.keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
@@ -162,7 +163,8 @@ class ReasoningGym(OpenTasks):
             # Some generators set the precision of the thread's decimal arithmetic.
             with decimal.localcontext():
                 item: Mapping[str, Any] = data[index]
-            question, answer = str(item["question"]), item.get("answer")
+            question = str(item["question"])
+            answer = item.get("answer")
             if question in seen:
                 continue
             seen.add(question)

@@ -91,7 +91,9 @@ def _of_vllm(config: Config) -> dict[str, Derived]:
 
 
 def _of_training(config: Config) -> dict[str, Derived]:
-    loss, learn, model = config.loss, config.learn, config.model
+    loss = config.loss
+    learn = config.learn
+    model = config.model
     schedule: str = learn.schedule
     if schedule == "constant" and learn.lr_warmup_steps:
         schedule = "constant_with_warmup"
@@ -215,8 +217,10 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
             " optimiser step has to hold all rows of its trees.",
             code="trl-steps",
         )
-    leaves, num_processes = config.explore.num_leaves, args.world_size
-    rows, num_passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    leaves = config.explore.num_leaves
+    num_processes = args.world_size
+    rows = args.per_device_train_batch_size
+    num_passes = args.gradient_accumulation_steps
     sizes = _check_whole(leaves, rows, num_passes)
     own = rows * num_passes
     if own * num_processes != config.run.tasks_per_update * leaves:

@@ -97,11 +97,13 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         args = grpo_config(config) if args is None else args
         check_arguments(config, args)
         if model is None or isinstance(model, str):
-            model, given = config.model.path, dict(args.model_init_kwargs or {})
+            model = config.model.path
+            given = dict(args.model_init_kwargs or {})
             adapts = bool(config.model.lora.rank or peft_config)
             dtype = loaded_dtype(given, config, adapts=adapts)
             args.model_init_kwargs = {**given, "dtype": dtype}
-        self._held, self._asks_vllm = ExitStack(), bool(args.use_vllm)
+        self._held = ExitStack()
+        self._asks_vllm = bool(args.use_vllm)
         self._rows: list[Row] = []
         self._of_update: list[Tree] = []
         self.trees: list[Tree] = []
@@ -147,7 +149,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._session = self._held.enter_context(
             Session(self.recipe, engine=engine, learns=False, **self._objects)
         )
-        self._is_open, self._published = True, -1
+        self._is_open = True
+        self._published = -1
 
     def _join_vllm(self) -> None:
         """Has the engine ask the vLLM that TRL has by now, and gives that the weights anew."""
@@ -204,7 +207,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _publish(self) -> None:
         if self._asks_vllm:
-            generation, step = self.vllm_generation, self.state.global_step
+            generation = self.vllm_generation
+            step = self.state.global_step
             # As TRL does before it samples; what slept has lost its weights.
             asleep = getattr(generation, "_llm_weights_sleeping", False)
             if step != self._last_loaded_step or asleep:
@@ -232,7 +236,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         Args:
             places: of the tasks, each as often as a tree has leaves.
         """
-        number, leaves = self._number, self.recipe.explore.num_leaves
+        number = self._number
+        leaves = self.recipe.explore.num_leaves
         if self._of_update:
             self._session.remember(self._of_update, number - 1)
         self._publish()
@@ -293,7 +298,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _credit(self, output: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What differs from TRL's batch."""
-        device, config = self.accelerator.device, self.recipe
+        device = self.accelerator.device
+        config = self.recipe
         sums = self.accelerator.reduce(own_sums(rows).to(device), reduction="sum").cpu()
         own = coefficients(rows, config, sums)
         theirs = trl_coefficients(
@@ -327,7 +333,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Returns TRL's loss of the policy, and the terms that are ours: KL and entropy, whose
         weights TRL could not be told."""
         # TRL's term has the same weight for every row.
-        beta, self.beta = self.beta, 0.0
+        beta = self.beta
+        self.beta = 0.0
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:

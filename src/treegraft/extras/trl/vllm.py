@@ -38,7 +38,8 @@ class Colocated:
 
     def __init__(self, llm: Any, device: torch.device) -> None:
         """Starts the thread."""
-        self._engine, self._device = llm.llm_engine, device
+        self._engine = llm.llm_engine
+        self._device = device
         self.max_context = int(self._engine.model_config.max_model_len)
         self._asked: queue.SimpleQueue[tuple[served.TokenRequest, Future[Any]] | None]
         self._asked = queue.SimpleQueue()
@@ -101,7 +102,8 @@ class Colocated:
                     future.set_result(output.outputs[0])
 
     def _fail(self, error: Exception) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for future in waiting.values():
             _refuse(future, error)
         self._engine.abort_request(list(waiting))

@@ -23,7 +23,8 @@ TRAINER = "treegraft"
 """Its name in `trainer.v1.trainer_mode`."""
 MANAGER = "treegraft.extras.verl.TreeManager"
 """Its name in `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 _MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
@@ -74,7 +75,9 @@ VERL = (
 
 def derived(config: Config) -> dict[str, Derived]:
     """Returns verl's arguments that a recipe gives, by their dotted names."""
-    loss, learn, run = config.loss, config.learn, config.run
+    loss = config.loss
+    learn = config.learn
+    run = config.run
     longest = config.rollout.max_completion_tokens
     found = {
         "actor_rollout_ref.model.path": (config.model.path, "model.path"),

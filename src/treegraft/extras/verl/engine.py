@@ -103,7 +103,8 @@ class ServerEngine(served.ServerEngine):
         return self._drawn(reply)
 
     def _drawn(self, reply: Any) -> served.TokenReply:
-        ids, logprobs = list(reply.token_ids), reply.log_probs
+        ids = list(reply.token_ids)
+        logprobs = reply.log_probs
         if logprobs is None or len(logprobs) != len(ids):
             raise errors.EngineError(
                 "engine: verl's server gave no log-probability for each token, which learning"
@@ -123,7 +124,8 @@ class ServerEngine(served.ServerEngine):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of requests since the last call."""
-        count, self._num_requests = self._num_requests, 0
+        count = self._num_requests
+        self._num_requests = 0
         return {"time/engine_requests": float(count)}
 
 

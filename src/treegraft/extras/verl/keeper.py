@@ -23,7 +23,8 @@ class Keeper:
             settings: a configuration as JSON.
             folder: for trees and metrics; `treegraft view` shows it.
         """
-        self._config, self._folder = Config.model_validate_json(settings), folder
+        self._config = Config.model_validate_json(settings)
+        self._folder = folder
         self._held = ExitStack()
         self._session = self._held.enter_context(
             Session(self._config, engine=no_engine(), learns=False)

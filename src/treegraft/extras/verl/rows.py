@@ -102,7 +102,8 @@ def minibatches(
             padding.append(place)
         else:
             trees.setdefault(key.rsplit("_", 2)[0], []).append(place)
-    groups, at_once = list(trees.values()), size // num_leaves
+    groups = list(trees.values())
+    at_once = size // num_leaves
     for start in range(0, len(keys) // num_leaves, at_once):
         rows = [place for group in groups[start : start + at_once] for place in group]
         missing = size - len(rows)

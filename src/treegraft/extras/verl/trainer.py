@@ -64,7 +64,8 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
     @property
     def _rows_of_minibatch(self) -> int:
         """On all ranks, padding included."""
-        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        actor = self.config.actor_rollout_ref.actor
+        rollout = self.config.actor_rollout_ref.rollout
         return int(actor.ppo_mini_batch_size) * int(rollout.n)
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,8 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
                 " ours. See the workers' logs.",
                 code="verl-all-failed",
             )
-        size, rollout = self._rows_of_minibatch, self.config.actor_rollout_ref.rollout
+        size = self._rows_of_minibatch
+        rollout = self.config.actor_rollout_ref.rollout
         whole = int(self.config.data.train_batch_size) * int(rollout.n)
         batch = upsample_batch_to_divisible_size(batch, whole, self.tokenizer.eos_token_id)
         workload = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags]))
@@ -102,7 +104,8 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _minibatch_of(self, num: int) -> list[int]:
         """Returns [num] the minibatch of each row of a batch in the order of `_balance_batch`."""
-        ranks, size = self._num_ranks(), self._rows_of_minibatch
+        ranks = self._num_ranks()
+        size = self._rows_of_minibatch
         own = num // ranks
         return [(place % own) // (size // ranks) for place in range(num)]
 
@@ -123,7 +126,8 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
         by_engine = self.recipe.loss.old_logprobs == "engine"
         old = rows_of(data["rollout_log_probs" if by_engine else "old_log_probs"])
         masks = rows_of(data["response_mask"])
-        advantages, shifted = [], []
+        advantages = []
+        shifted = []
         for own, mask, before, one, scale in zip(
             rows_of(data[ADVANTAGES]), masks, old, facts, self._scales(facts), strict=True
         ):
@@ -144,7 +148,8 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     def _scales(self, facts: Sequence[Facts | None]) -> list[float]:
         """Returns the factor of each row's advantages."""
-        numbers, found = self._minibatch_of(len(facts)), [0.0] * len(facts)
+        numbers = self._minibatch_of(len(facts))
+        found = [0.0] * len(facts)
         for number in set(numbers):
             places = [place for place, one in enumerate(numbers) if one == number]
             own = [facts[place] for place in places]

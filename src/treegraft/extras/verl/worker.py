@@ -68,7 +68,8 @@ class TreeWorker(_Worker):  # type: ignore[misc]
 
         Overrides verl's, which runs the sessions of a prompt.
         """
-        validates, uid = trajectory["validate"], prompt["uid"]
+        validates = trajectory["validate"]
+        uid = prompt["uid"]
         place = {"key": uid, "partition_id": "val" if validates else "train"}
         await transfer_queue.async_kv_put(**place, tag={"status": "running"})
         status = "finished"
@@ -101,7 +102,8 @@ class TreeWorker(_Worker):  # type: ignore[misc]
     async def _validate(self, prompt: dict[str, Any], sampling_params: dict[str, Any]) -> None:
         """Puts independent rollouts into the queue: nothing branches, nothing is grafted."""
         num = int(prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.val_kwargs.n))
-        work, task = self._grown_to_measure, self._task(prompt)
+        work = self._grown_to_measure
+        task = self._task(prompt)
         tree = await self._session.arun(work, task, sampling_params, num)
         temperature = float(sampling_params["temperature"])
         for number, row in enumerate(tree_rows(tree, self._as_measured(temperature, num))):

@@ -106,7 +106,8 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     limit = min(len(a), len(b))
     if a[:limit] == b[:limit]:
         return limit
-    low, high = 0, limit  # a[:low] agrees, a[:high] does not
+    low = 0
+    high = limit  # a[:low] agrees, a[:high] does not
     while high - low > 1:
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
@@ -194,12 +195,14 @@ class PathCache:
     def forget(self, path_ids: Sequence[int]) -> None:
         """Drops the blocks below a path once nothing is under way there; its own full blocks stay
         until room is needed."""
-        node, rest = self.root, tuple(path_ids)
+        node = self.root
+        rest = tuple(path_ids)
         while len(rest) >= BLOCK:
             following = next((c for c in node.children if tuple(c.token_ids) == rest[:BLOCK]), None)
             if following is None:
                 break
-            node, rest = following, rest[BLOCK:]
+            node = following
+            rest = rest[BLOCK:]
         # A block that holds the path's end goes too, with every continuation inside it.
         for child in list(node.children):
             known = min(len(rest), len(child.token_ids))
@@ -220,11 +223,14 @@ class PathCache:
         how many tokens that has."""
         chain: list[Node] = []
         # The last token is always fed: its output is what the next one is sampled from.
-        node, limit = self.root, len(path_ids) - 1
+        node = self.root
+        limit = len(path_ids) - 1
         while True:
             at = len(chain) * BLOCK
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
-            best, common, least = None, 0, wanted[:1]
+            best = None
+            common = 0
+            least = wanted[:1]
             for child in node.children:
                 # Most differ at once, and one that has less in common than the best cannot be it.
                 if child.token_ids[: len(least)] != least:
@@ -237,7 +243,9 @@ class PathCache:
                     and best is not None
                     and _is_taken(best) > _is_taken(child)
                 ):
-                    best, common, least = child, length, wanted[:length]
+                    best = child
+                    common = length
+                    least = wanted[:length]
             if common < BLOCK or best is None:
                 return chain, best, common
             chain.append(best)
@@ -284,7 +292,8 @@ class PathCache:
         node.parent.children.append(node)
         self._idle.pop(node.parent, None)
         # No request below a forgotten path comes again, so the block goes when its row ends.
-        node.num_users, node.is_forgotten = 1, node.parent.is_forgotten
+        node.num_users = 1
+        node.is_forgotten = node.parent.is_forgotten
         row.nodes.append(node)
         self._note(row)
 

@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
-PROBE_LENGTH, PROBE_CUTS = 75, (64, 10, 1)
+PROBE_LENGTH = 75
+PROBE_CUTS = (64, 10, 1)
 """The path that a forward pass is tried on: two blocks, taken in as a block, a chunk and a single
 token."""
 
@@ -92,8 +93,10 @@ class _Layer:
     """The products, norms and options of one layer."""
 
     def __init__(self, layer: Any, product: Callable[..., Product]) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.in_norm, self.out_norm = layer.input_layernorm, layer.post_attention_layernorm
+        attention = layer.self_attn
+        mlp = layer.mlp
+        self.in_norm = layer.input_layernorm
+        self.out_norm = layer.post_attention_layernorm
         self.head_norms = [
             getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)
         ]
@@ -119,7 +122,8 @@ class FusedForward:
         attention = inner.layers[0].self_attn
         self.kernels: Kernels | None = kernels
         self._kernels = kernels
-        self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
+        self._embed = inner.embed_tokens
+        self._rotary = inner.rotary_emb
         self._last_norm = inner.norm
         self._width = attention.head_dim
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -207,7 +211,8 @@ def _layer_problem(layer: Any) -> str | None:
     # and one with a part more (a norm behind attention, a router) must not pass.
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return "its layers have other parts"
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     parts = {name for name, _ in attention.named_children()}
     if parts not in (ATTENTION_PARTS, ATTENTION_PARTS | set(HEAD_NORMS)):
         return "its attention has other parts"
@@ -256,7 +261,8 @@ def build_forward(
             "engine: running on torch's operators alone, which is slower: with our kernels %s",
             problem,
         )
-        kernels, problem = None, _hooked_problem(model, None, plain)
+        kernels = None
+        problem = _hooked_problem(model, None, plain)
     # Only now packed and installed: a model that is refused stays as it came.
     forward = None if problem is not None else HookedForward(model, kernels, pack=pack)
     return forward, problem

@@ -272,7 +272,8 @@ class NativeEngine:
         One that begins like a path which is just being taken in waits for it, and shares its
         blocks.
         """
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for number, live in enumerate(waiting):
             if self._is_being_fed(live.request.prefix_ids):
                 self._waiting.append(live)
@@ -355,7 +356,8 @@ class NativeEngine:
         of."""
         segments: list[Segment] = []
         requests: list[LiveRequest] = []
-        room, offset = self._room, 0
+        room = self._room
+        offset = 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
         limit = min(self.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))

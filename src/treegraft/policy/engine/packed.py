@@ -55,7 +55,8 @@ class LaidOutLinears:
     """One product of our kernels in the place of several."""
 
     def __init__(self, kernels: Kernels, *linears: nn.Linear) -> None:
-        self._kernels, self._linears = kernels, linears
+        self._kernels = kernels
+        self._linears = linears
         self._outputs = sum(linear.out_features for linear in linears)
         self.refresh()
 

@@ -47,7 +47,8 @@ class Gathered:
 
     def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Puts key and value [kv heads, R * n, width] into their blocks."""
-        numbers, places = self.positions // BLOCK, self.positions % BLOCK
+        numbers = self.positions // BLOCK
+        places = self.positions % BLOCK
         blocks = self.used.gather(1, numbers.view(len(self.used), -1)).flatten()
         keys[blocks, :, :, places] = key.transpose(0, 1)
         # Values are padded to whole vector registers; the padding stays 0.
@@ -59,8 +60,10 @@ class Gathered:
         """Returns [R * n, heads, width] for query [heads, R * n, width], over copies of the paths'
         blocks laid side by side; the query heads of a kv head are stacked."""
         heads, count, width = query.shape
-        num_paths, kv_heads = self.used.shape[0], keys.shape[1]
-        length, group = count // num_paths, heads // kv_heads
+        num_paths = self.used.shape[0]
+        kv_heads = keys.shape[1]
+        length = count // num_paths
+        group = heads // kv_heads
         own_keys = keys[self.used].permute(0, 2, 1, 4, 3).reshape(num_paths, kv_heads, -1, width)
         own_values = (
             values[self.used]
@@ -102,7 +105,9 @@ class RaggedPlan:
         self._table = table
         self._segments = segments
         # Rows of padding are token 0 in no slot: kernels pass over them.
-        ids, positions, slots = [0] * num_tokens, [0] * num_tokens, [-1] * num_tokens
+        ids = [0] * num_tokens
+        positions = [0] * num_tokens
+        slots = [-1] * num_tokens
         for segment in segments:
             rows = slice(segment.offset, segment.offset + segment.count)
             first = segment.row.fed
@@ -147,7 +152,8 @@ class RaggedPlan:
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys = self.pool.keys[layer]
+        values = self.pool.values[layer]
         if self._batch is None:
             self._batch = self.kernels.batch(
                 self._table, self._slots, self._positions, query.shape[0], keys.shape[1]
@@ -163,7 +169,8 @@ class RaggedPlan:
         heads, count, width = query.shape
         if self._gathered is None:
             self._gathered = list(self._groups(query.device))
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys = self.pool.keys[layer]
+        values = self.pool.values[layer]
         output = query.new_zeros(count, heads, width)
         for tokens, part in self._gathered:
             part.store(key[:, tokens], value[:, tokens], keys, values)
@@ -213,7 +220,8 @@ def usable_rows(model: Any) -> tuple[int, ...]:
         reference = torch.cat([linear(part) for part in rows.split(MIN_ROWS)])
         for bucket in BUCKETS:
             # Every row must come out alike, wherever it stands.
-            upright, upside_down = linear(rows[:bucket]), linear(rows[:bucket].flip(0)).flip(0)
+            upright = linear(rows[:bucket])
+            upside_down = linear(rows[:bucket].flip(0)).flip(0)
             if not (
                 torch.equal(upright, reference[:bucket])
                 and torch.equal(upside_down, reference[:bucket])

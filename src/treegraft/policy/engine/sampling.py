@@ -44,14 +44,16 @@ def sample_tokens(
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
-    device, size = logits.device, logits.shape[-1]
+    device = logits.device
+    size = logits.shape[-1]
     rows = [
         (t if t > 0 else 1.0, *((0, 0, -1) if key is None else (*noise_words(key), position)))
         for t, key, position in zip(temperatures, noise_keys, positions, strict=True)
     ]
     # A double holds words of 32 bits.
     numbers = torch.tensor(rows, dtype=torch.float64, device=device)
-    scale, draws = numbers[:, 0].float(), numbers[:, 1:].long()
+    scale = numbers[:, 0].float()
+    draws = numbers[:, 1:].long()
     is_whole = size <= DRAWN
     # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
     # longer than everything else here.

@@ -52,7 +52,8 @@ class ScriptedEngine:
         self._function = replies if callable(replies) else None
         self._list = [] if callable(replies) else list(replies)
         self._tokenizer = tokenizer
-        self._logprob, self._entropy = logprob, entropy
+        self._logprob = logprob
+        self._entropy = entropy
         self._latency_s = latency_s
         self.policy_version = 0
         self.calls: list[Request] = []

@@ -74,7 +74,8 @@ def completion_limit(request: Request, max_context: int | None) -> int:
     Raises:
         EngineError: an empty or over-long prefix, or no token is asked for.
     """
-    prefix_ids, sampling = request.prefix_ids, request.sampling
+    prefix_ids = request.prefix_ids
+    sampling = request.sampling
     if not prefix_ids:
         raise EngineError(
             "engine: the prefix is empty; at least one token is needed to continue from",
@@ -112,8 +113,11 @@ class Draft:
         limit: most tokens of the completion.
         kind: of the replies' entropies.
         """
-        self._stops, self._end_ids, self.request = stops, end_ids, request
-        self._limit, self._kind = limit, kind
+        self._stops = stops
+        self._end_ids = end_ids
+        self.request = request
+        self._limit = limit
+        self._kind = kind
         self._num_probed = 0 if request.on_probe is None else request.probe_tokens or 0
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -122,7 +126,9 @@ class Draft:
 
     def next(self) -> TokenRequest:
         """Returns the next request: up to the probe first, then for the rest."""
-        sampling, key, count = self.request.sampling, self.request.noise_key, len(self.ids)
+        sampling = self.request.sampling
+        key = self.request.noise_key
+        count = len(self.ids)
         room = self._limit - count
         if count < self._num_probed:
             room = min(room, self._num_probed - count)
@@ -151,10 +157,12 @@ class Draft:
             )
         entropies = reply.entropies
         if entropies is None:
-            self._kind, entropies = EntropyKind.SAMPLED, [-one for one in reply.logprobs]
+            self._kind = EntropyKind.SAMPLED
+            entropies = [-one for one in reply.logprobs]
         if not len(reply.token_ids) == len(reply.logprobs) == len(entropies):
             raise ValueError("a reply's columns have other lengths than its tokens")
-        before, sampling = len(self.ids), self.request.sampling
+        before = len(self.ids)
+        sampling = self.request.sampling
         self.ids += reply.token_ids
         end = self._stops.first_end(self.ids, before, sampling, self._end_ids, self._limit)
         if end is not None:
@@ -213,11 +221,16 @@ class ServerEngine:
             max_context: the longest path of the server, in tokens; None for no limit.
             deadline_s: longest wait for a completion, and for those under way at a publish.
         """
-        self.server, self._capacity, self.max_context = server, capacity, max_context
-        self.policy_version, self._deadline_s = 0, deadline_s
-        self.end_ids, self._stops = frozenset(end_ids), StopFinder(tokenizer)
+        self.server = server
+        self._capacity = capacity
+        self.max_context = max_context
+        self.policy_version = 0
+        self._deadline_s = deadline_s
+        self.end_ids = frozenset(end_ids)
+        self._stops = StopFinder(tokenizer)
         self._num_running = 0
-        self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._is_open = asyncio.Event()
+        self._is_idle = asyncio.Event()
         self._is_open.set()
         self._is_idle.set()
         self._places = asyncio.Semaphore(capacity)

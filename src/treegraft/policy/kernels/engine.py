@@ -63,8 +63,10 @@ class Kernels:
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         """Raises `KernelError` where they cannot be compiled or loaded."""
         library, self.num_threads = load_library("engine", width, dtype)
-        self._width, self._dtype = width, dtype
-        batch, rows = ctypes.POINTER(Pass), (POINTER, LONG, LONG)
+        self._width = width
+        self._dtype = dtype
+        batch = ctypes.POINTER(Pass)
+        rows = (POINTER, LONG, LONG)
         self._store = declared(library.tg_store, batch, *rows * 3, *[POINTER] * 4)
         self._attend = declared(
             library.tg_attend, batch, *rows, *[POINTER] * 3, FLOAT, LONG, FLOAT, POINTER
@@ -126,7 +128,9 @@ class Kernels:
 
     def _at(self, batch: Pass, keys: Tensor, values: Tensor) -> tuple[int, int]:
         """Where a layer's blocks lie."""
-        count, heads, width = len(keys), batch.kv_heads, self._width
+        count = len(keys)
+        heads = batch.kv_heads
+        width = self._width
         first = address(keys, self._dtype, (count, heads, width, BLOCK))
         return first, address(values, self._dtype, (count, heads, BLOCK, padded_width(width)))
 
@@ -224,7 +228,8 @@ def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
 def _prove_noise(kernels: Kernels) -> None:
     # Here, since a forward pass, on which the others are tried, has no noise.
     draws = torch.tensor([(0, 0, 0), (0x243F6A88, 0x85A308D3, 2**31), (1, 2, -1)])
-    ours, plain = kernels.gumbels(draws, 99), philox_gumbels(draws, 99)
+    ours = kernels.gumbels(draws, 99)
+    plain = philox_gumbels(draws, 99)
     if not torch.allclose(ours, plain, rtol=1e-6, atol=1e-12):
         raise KernelError(
             f"the noise differs from torch's by up to {float((ours - plain).abs().max()):.3g}",

@@ -18,7 +18,9 @@ _log = logging.getLogger(__name__)
 
 ThreadCount = Callable[[], int]
 """Returns how many threads a call may use."""
-LONG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+LONG = ctypes.c_int64
+FLOAT = ctypes.c_float
+POINTER = ctypes.c_void_p
 
 
 def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL, ThreadCount]:
@@ -49,7 +51,8 @@ def declared(function: Any, *arguments: Any, returns: Any = None) -> Any:
 
     Undeclared, ctypes would pass every integer in 32 bits.
     """
-    function.argtypes, function.restype = arguments, returns
+    function.argtypes = arguments
+    function.restype = returns
     return function
 
 

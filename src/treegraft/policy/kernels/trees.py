@@ -59,7 +59,8 @@ class TreeRuns:
         ]
         self.num_tokens = num_tokens
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
-        loads, owners = [0] * self.num_shares, [0] * len(runs)
+        loads = [0] * self.num_shares
+        owners = [0] * len(runs)
         work = [count * (end - start) for start, count, end in runs]
         # The largest first, each to the share with least work. Shares are fixed before the threads
         # start, so that sums over them have one order whatever the threads' speed.
@@ -77,7 +78,8 @@ class TreeKernels:
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         """Raises `KernelError` where they cannot be compiled or loaded."""
         library, self.num_threads = load_library("trees", width, dtype)
-        self._width, self._dtype = width, dtype
+        self._width = width
+        self._dtype = dtype
         plan = ctypes.POINTER(_Plan)
         self._forward = declared(
             library.tg_tree_forward, plan, *[_Rows] * 3, *[POINTER] * 2, returns=LONG
@@ -152,7 +154,8 @@ class TreeKernels:
         return _Rows(*head_rows(x, self._dtype, (len(x), tokens, self._width)))
 
     def _plan(self, inputs: Sequence[Tensor], runs: TreeRuns, scaling: float) -> _Plan:
-        heads, tokens = [len(x) for x in inputs], inputs[0].shape[1]
+        heads = [len(x) for x in inputs]
+        tokens = inputs[0].shape[1]
         # The kernels trust the table: with another one they would read beyond the tensors.
         if tokens != runs.num_tokens or heads[1] != heads[2]:
             raise ValueError(

@@ -77,7 +77,8 @@ def credit_trees(trees: Sequence[Tree], config: Config, found: Credit | None = N
         SettingError: the rule failed, or returned something other than its tree with other
             advantages.
     """
-    credit, kind = config.credit, config.credit.advantage
+    credit = config.credit
+    kind = config.credit.advantage
     found = found or find_credit(config)
     how = partial(
         assign_credit,

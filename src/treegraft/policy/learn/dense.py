@@ -40,7 +40,8 @@ def probe_tree(num_tokens: int) -> PackedTree:
     Odd sizes are asked for, lengths that are no multiple of a tile or a run: there kernels go wrong
     first.
     """
-    prompt, singles = num_tokens // 2 + 1, num_tokens - 2
+    prompt = num_tokens // 2 + 1
+    singles = num_tokens - 2
     middle = (prompt + singles) // 2
     nodes = (
         Node(0, prompt, num_tokens),
@@ -136,7 +137,8 @@ def distance_from_dense(
         )
 
     kv = shape.kv_heads
-    inputs, upstream = (drawn(shape.heads), drawn(kv), drawn(kv)), drawn(shape.heads).detach()
+    inputs = (drawn(shape.heads), drawn(kv), drawn(kv))
+    upstream = drawn(shape.heads).detach()
     none = torch.zeros(tree.end, dtype=torch.long, device=device)
     positions = tree_mask(tree, none, None).sum(dim=1) - 1
     mask = tree_mask(tree, positions, shape.window)

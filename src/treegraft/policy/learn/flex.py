@@ -117,7 +117,8 @@ def _blocks(
     # stretches see all of them or none, but for the window.
     first = np.unique(np.concatenate([starts, np.arange(0, total, BLOCK)]))
     size = np.diff(first, append=total)
-    end, place = ends[first], positions[first]
+    end = ends[first]
+    place = positions[first]
     # Where each block's stretches begin.
     border = np.searchsorted(first, np.arange(0, total, BLOCK))
     limit = np.iinfo(np.int64).max if window is None else window

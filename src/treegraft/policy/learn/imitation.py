@@ -40,7 +40,8 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
     """
     prompt = tuple(trees[0].root.token_ids[:shared].tolist())
     root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
-    steps, leaves = [root], []
+    steps = [root]
+    leaves = []
     for number, tree in enumerate(trees):
 
         def moved(step_id: str, number: int = number) -> str:

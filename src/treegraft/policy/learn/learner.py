@@ -100,7 +100,8 @@ class Learner:
         """
         self.model = model
         self.settings = learn
-        self._loss, self._form = loss, find_form(loss)
+        self._loss = loss
+        self._form = find_form(loss)
         self._length_constant = float(loss.length_constant or length_constant)
         check_head(model)
         self.packing_problem = packing_problem(model)
@@ -108,7 +109,8 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
-        self._team, self._shares_card = team or Alone(), shares_card
+        self._team = team or Alone()
+        self._shares_card = shares_card
         self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
@@ -194,7 +196,8 @@ class Learner:
     def _plan(
         self, trees: Sequence[Tree], indices: Sequence[int], *, takes_imitated: bool = False
     ) -> Plan:
-        limit, num_ranks = self.settings.max_pack_tokens, self._team.size
+        limit = self.settings.max_pack_tokens
+        num_ranks = self._team.size
         return plan_passes(trees, indices, limit, num_ranks, takes_imitated=takes_imitated)
 
     def _batches(
@@ -250,8 +253,10 @@ class Learner:
         self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
-        taught, takes_imitated = shared_out(lessons, minibatches), self._loss.graft_coef > 0
-        is_learned, shown = [*map(self._is_learned, trees)], [*map(without_branches, trees)]
+        taught = shared_out(lessons, minibatches)
+        takes_imitated = self._loss.graft_coef > 0
+        is_learned = [*map(self._is_learned, trees)]
+        shown = [*map(without_branches, trees)]
         learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
         plans = {
             part: self._plan(shown, own, takes_imitated=takes_imitated)
@@ -383,7 +388,8 @@ class Learner:
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
         """Over whole trees, the groups that no pack holds included: leaving out a group without
         variance must not make the others weigh more."""
-        groups, tokens = 0, 0.0
+        groups = 0
+        tokens = 0.0
         for tree in trees:
             groups += any(leaf.status.rule.in_denominator for leaf in tree.leaves)
             # A truncated path counts also where it carries no loss: without it, answers cut short
@@ -416,7 +422,8 @@ class Learner:
         weights = batch.lengths.new_tensor([path.leaf.weight for path in batch.paths])
         factors = contribution_weights(weights, batch.lengths, denominators, self._loss.aggregation)
         rows = batch.carries_loss.nonzero()[:, 0]
-        tokens, owners = batch.tokens[rows], batch.trajectories[rows]
+        tokens = batch.tokens[rows]
+        owners = batch.trajectories[rows]
         fracs = [path.leaf.retrieved_frac for path in batch.paths]
         shaping = [shaping_factor(frac, self._loss.shaping_weight) for frac in fracs]
         return LossBatch(

@@ -66,7 +66,8 @@ class LessonBook:
         """Args:
         num_earlier: keyed draws from earlier tasks' lessons; those drawn twice count once.
         """
-        self._num_earlier, self._seed = num_earlier, seed
+        self._num_earlier = num_earlier
+        self._seed = seed
         self._stored: dict[str, Lesson] = {}
 
     @property
@@ -93,7 +94,8 @@ class LessonBook:
         """
         means = _own_means(trees)
         total, count = (DECAY * part for part in value)
-        total, count = total + sum(means.values()), count + len(means)
+        total = total + sum(means.values())
+        count = count + len(means)
         own = [tree.task.id for tree in trees if tree.task.id in self._stored]
         # Once each: after the first epoch every task comes again.
         known = dict.fromkeys(earlier)

@@ -16,7 +16,8 @@ class Measuring:
     of the passes in `follow`."""
 
     def __init__(self, learner: LearnerLike, team: Team) -> None:
-        self._learner, self._team = learner, team
+        self._learner = learner
+        self._team = team
 
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with log-probabilities, as `Learner.with_logprobs`."""

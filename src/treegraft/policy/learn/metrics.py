@@ -59,7 +59,8 @@ class MetricSums:
 
     def add_step(self, grad_norm: float, lr: float) -> None:
         """Adds an optimiser step."""
-        self.grad_norms, self.lrs = [*self.grad_norms, grad_norm], [*self.lrs, lr]
+        self.grad_norms = [*self.grad_norms, grad_norm]
+        self.lrs = [*self.lrs, lr]
 
     def _read(self) -> None:
         """Adds what is not read yet to the sums, in the order in which it came."""
@@ -99,7 +100,8 @@ class MetricSums:
                 total = getattr(whole, name)
                 for key, value in state[name].items():
                     total[key] = total.get(key, 0) + value
-        whole.grad_norms, whole.lrs = states[0]["grad_norms"], states[0]["lrs"]
+        whole.grad_norms = states[0]["grad_norms"]
+        whole.lrs = states[0]["lrs"]
         return whole
 
     def metrics(self, num_steps: int, *, takes_imitated: bool) -> dict[str, float]:

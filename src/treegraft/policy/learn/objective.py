@@ -65,7 +65,8 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
 
 def _try(objective: Objective, settings: LossSettings) -> None:
     """Calls an objective of the user's own on two tokens of one trajectory."""
-    column, owners = torch.tensor([-1.0, -2.0], dtype=torch.float32), torch.tensor([0, 0])
+    column = torch.tensor([-1.0, -2.0], dtype=torch.float32)
+    owners = torch.tensor([0, 0])
     try:
         found: Any = objective(
             settings, column, column, -column, owners=owners, shaping=torch.ones_like(column)

@@ -149,7 +149,8 @@ class MasterAdamW:
 
     def _scheduled(self) -> float:
         """The learning rate of the next step."""
-        own, step = self._settings, self.num_steps
+        own = self._settings
+        step = self.num_steps
         # From the first step on above 0: that one's data would else be wasted.
         if step < own.lr_warmup_steps:
             return own.lr * min(1.0, (step + 1) / own.lr_warmup_steps)

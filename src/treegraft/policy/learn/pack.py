@@ -206,14 +206,16 @@ class _Packer:
         steps = tree.steps
         if imitated:
             steps = tuple(sorted([*steps, *imitated.values()], key=lambda step: step.ordinals))
-        start, end = self.num_tokens, self.num_tokens
+        start = self.num_tokens
+        end = self.num_tokens
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
         last: dict[str, int] = {}
         sources: list[int] = []
         for step in steps:
             offsets[step.id] = end
-            parent, length = step.parent, step.num_tokens
+            parent = step.parent
+            length = step.num_tokens
             # By the path, not by the packed place: a branch is rotated as it would be alone.
             above = 0 if parent is None else positions[parent]
             positions[step.id] = above + length
@@ -299,7 +301,8 @@ class _Packer:
         rows: list[tuple[int, int, int, float, bool]] = []
         chosen: list[tuple[int, int, int]] = []
         for path in tree.trajectories():
-            number, leaf = len(self.paths), path.leaf
+            number = len(self.paths)
+            leaf = path.leaf
             for step in path.steps:
                 # Also tokens without loss: diagnostics and the record go over every sampled token.
                 rows.append((*unique[step.id], number, step.advantage_below(leaf), leaf.has_loss))
@@ -500,7 +503,8 @@ def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> l
         added = sum(costs[name] for name in path - parts[-1][1]) if parts else 0
         if not parts or size + added > max_tokens:
             parts.append(([], set()))
-            size, added = 0, sum(costs[name] for name in path)
+            size = 0
+            added = sum(costs[name] for name in path)
         parts[-1][0].append(leaf)
         parts[-1][1].update(path)
         size += added

@@ -48,7 +48,8 @@ class Plan:
 def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     """Returns the rank of each pass: passes are dealt in order of cost, the most expensive first,
     each to the rank with the least cost so far; ties by number."""
-    loads, owners = [0.0] * num_ranks, [0] * len(costs)
+    loads = [0.0] * num_ranks
+    owners = [0] * len(costs)
     for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         owners[n] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
         loads[owners[n]] += costs[n]
@@ -100,7 +101,8 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
 def by_step(plan: Plan, columns: Sequence[Tensor]) -> Iterator[tuple[int, Step, list[float]]]:
     """Yields (index of the tree, step, its sampled tokens' values) from the values of each pack."""
     for pack, column in zip(plan.packs, columns, strict=True):
-        values, place = column.tolist(), 0
+        values = column.tolist()
+        place = 0
         for owner, tree in pack:
             for step in tree.steps:
                 count = step.num_sampled

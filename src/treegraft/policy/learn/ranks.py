@@ -69,7 +69,8 @@ class Peer:
     """Another rank, as this process sees it."""
 
     def __init__(self, rank: int, hello: Hello, store: Any) -> None:
-        self.rank, self._store = rank, store
+        self.rank = rank
+        self._store = store
         self.name = f"rank {rank} ({hello.host}, process {hello.pid})"
         self._pidfd: int | None = None
         if hello.space == _process_space():
@@ -232,7 +233,8 @@ class Ranks:
         """The next value that rank 0 shares."""
         self._num_shared += 1
         key = f"shared/{self._num_shared}"
-        looked, nap = time.monotonic(), 0.001
+        looked = time.monotonic()
+        nap = 0.001
         while not self._store.check([key]):
             time.sleep(nap)
             # A value follows another at once, or after a rollout.

@@ -34,7 +34,8 @@ class Reference:
 
     def _exchange(self) -> None:
         for name, weight in self._weights.items():
-            local, kept = local_rows(weight)[0], self._kept[name]
+            local = local_rows(weight)[0]
+            kept = self._kept[name]
             if local is weight:
                 weight.data, self._kept[name] = kept, weight.data
             else:

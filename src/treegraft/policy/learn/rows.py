@@ -102,7 +102,9 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
 
 
 def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
-    leaf, steps, start = path.leaf, path.steps[1:], len(path.prompt_ids)
+    leaf = path.leaf
+    steps = path.steps[1:]
+    start = len(path.prompt_ids)
     return LeafRow(
         prompt_ids=path.prompt_ids,
         completion_ids=path.completion_ids,

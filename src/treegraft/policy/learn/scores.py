@@ -143,7 +143,8 @@ class _TokenScores(torch.autograd.Function):
         return result, None, None
 
 
-_CACHED, _ROOMY = 1 << 20, 1 << 27
+_CACHED = 1 << 20
+_ROOMY = 1 << 27
 """Logits that are worked on in float32 at once on a CPU, and elsewhere."""
 
 
@@ -181,7 +182,8 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
         raise ValueError(
             "a sampled token belongs to no trajectory; expected a leaf below every step"
         )
-    inner, device = base_model(model), batch.token_ids.device
+    inner = base_model(model)
+    device = batch.token_ids.device
     width = inner.config.get_text_config().hidden_size
     none = torch.zeros(0, width, dtype=inner.dtype, device=device)
     states = torch.cat(hidden) if hidden else none
@@ -267,17 +269,20 @@ class ScoringModel(nn.Module):
             vocab_chunk: positions whose logits exist at once.
         """
         super().__init__()
-        self.model, inner = model, base_model(model)
+        self.model = model
+        inner = base_model(model)
         # Of divided weights, which have no place yet, `ShardedLearner` does so.
         if is_packed and inner.device.type == "cuda":
             prove_flex(inner.config.get_text_config(), inner.dtype, inner.device)
-        self._chunk, self._is_packed = vocab_chunk, is_packed
+        self._chunk = vocab_chunk
+        self._is_packed = is_packed
         self._head = OutputHead(model)
 
     def forward(self, batch: TreeBatch, *, takes_imitated: bool = False) -> Scores:
         """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_imitated`,
         of the imitated tokens after them."""
-        places, temperatures = batch.sampled, batch.temperatures
+        places = batch.sampled
+        temperatures = batch.temperatures
         if takes_imitated and batch.imitated is not None:
             places = torch.cat([places, batch.imitated.packed])
             temperatures = torch.cat([temperatures, batch.imitated.temperatures])

@@ -25,7 +25,8 @@ _COLUMNS = {"token_ids": "q", "lesson_ids": "q", **dict.fromkeys(FILLERS, "d")}
 def packed(trees: Sequence[Tree]) -> tuple[list[str], Tensor]:
     """Returns each tree as JSON, with the number of bytes of each column in its place, and the
     columns as [bytes] uint8."""
-    columns, texts = bytearray(), []
+    columns = bytearray()
+    texts = []
     for tree in trees:
         data = tree_to_dict(tree)
         for step in data["steps"]:
@@ -40,13 +41,16 @@ def packed(trees: Sequence[Tree]) -> tuple[list[str], Tensor]:
 
 def unpacked(texts: Sequence[str], columns: Tensor) -> list[Tree]:
     """Returns the trees that `packed` was given."""
-    found, end, trees = columns.numpy().tobytes(), 0, []
+    found = columns.numpy().tobytes()
+    end = 0
+    trees = []
     for text in texts:
         data = json.loads(text)
         for step in data["steps"]:
             for name, kind in _COLUMNS.items():
                 if step.get(name) is not None:
-                    begin, end = end, end + step[name]
+                    begin = end
+                    end = end + step[name]
                     step[name] = array(kind, found[begin:end]).tolist()
         trees.append(tree_from_dict(data))
     return trees

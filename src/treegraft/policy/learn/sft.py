@@ -53,7 +53,10 @@ class Demonstrations:
             DataError: the tasks have no expert, or the format cannot write more than MOST_UNFIT of
                 the stored demonstrations.
         """
-        self._source, self._format, self._settings, self._seed = source, format, settings, seed
+        self._source = source
+        self._format = format
+        self._settings = settings
+        self._seed = seed
         self._show = show
         self._solved: dict[str, Demonstration] = {}
         """By the whole task, the latest last; of environments, as they showed it."""

@@ -141,7 +141,8 @@ class StreamedWeights:
     `follow`."""
 
     def __init__(self, learner: ShardedLearner) -> None:
-        self._learner, self.ranks = learner, learner.ranks
+        self._learner = learner
+        self.ranks = learner.ranks
         self.names = learner.names
         self.fingerprint = learner.fingerprint()
         """Checksum of all tensors, equal to that of the plain model."""
@@ -184,7 +185,9 @@ class ShardedLearner(Learner):
             shape: of the model, see `model_shape`.
             source: rank 0's whole model with its adapters; None on the others.
         """
-        self.ranks, self._config, self._source = ranks, config, source
+        self.ranks = ranks
+        self._config = config
+        self._source = source
         model = meta_model(shape, config)
         # Tried already by rank 0 on the whole model.
         install_attention(model)
@@ -200,7 +203,8 @@ class ShardedLearner(Learner):
         self._source = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
-        learn, ranks = self._config.learn, self.ranks
+        learn = self._config.learn
+        ranks = self.ranks
         if ranks.device.type == "cuda":
             config = base_model(scoring.model).config.get_text_config()
             prove_flex(config, self._dtype, ranks.device)
@@ -284,7 +288,9 @@ class ShardedLearner(Learner):
     @torch.no_grad()
     def fingerprint(self) -> str:
         """Returns the checksum of what `stream` yields, mostly from the shards."""
-        dtype, sums, facts = self._dtype, [], {}
+        dtype = self._dtype
+        sums = []
+        facts = {}
         for name, tensor in named_weights(self.model, whole):
             value, first = local_rows(tensor)
             # Of what all ranks hold, that of one counts.
@@ -369,7 +375,8 @@ class _State(Mapping[str, Tensor]):
     """The state of an optimiser in files, each tensor divided as its weight is."""
 
     def __init__(self, files: TensorFiles, weights: Mapping[str, Any]) -> None:
-        self._files, self._weights = files, weights
+        self._files = files
+        self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
         kind, _, weight_name = name.partition(".")

@@ -101,7 +101,8 @@ def _started(config: Config, size: int, command: str) -> Iterator[Ranks]:
     """
     from treegraft.policy.learn.ranks import Ranks
 
-    grace_s, processes = FAILED_S, list[subprocess.Popen[bytes]]()
+    grace_s = FAILED_S
+    processes = list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory(prefix="treegraft-ranks-") as folder:
         meeting = f"file://{folder}/store?world_size={size}&rank="
         try:

@@ -55,7 +55,8 @@ class PackedPlan:
         flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches,
             where it is proven.
         """
-        device, size = batch.token_ids.device, batch.num_tokens
+        device = batch.token_ids.device
+        size = batch.num_tokens
         # One program then serves packs of all lengths, and no block is cut.
         self.num_padding = -size % BLOCK if flex is not None or device.type == "cuda" else 0
         """Tokens that the caller adds behind the batch, with ids 0 and positions from 0 on."""
@@ -108,11 +109,13 @@ class PackedPlan:
         for own, places, seen in self._seen(options.window, query.device):
             mask: Tensor | None = seen
             if len(places) == own.stop - own.start:
-                keys, values = key[:, own], value[:, own]
+                keys = key[:, own]
+                values = value[:, own]
                 # A causal call leaves out the half that a mask would compute for nothing.
                 mask = None if _is_plain(options) else seen
             else:
-                keys, values = key.index_select(1, places), value.index_select(1, places)
+                keys = key.index_select(1, places)
+                values = value.index_select(1, places)
             outputs.append(dense_attend(query[:, own], keys, values, mask, options))
         return torch.cat(outputs, dim=1)
 
@@ -174,7 +177,8 @@ class _View(NamedTuple):
 
 
 def _view(path: Sequence[Node], window: int | None, device: torch.device) -> _View:
-    node, seen = path[-1], num_tokens_of(path)
+    node = path[-1]
+    seen = num_tokens_of(path)
     own = node.end - node.start
     places = torch.cat([torch.arange(one.start, one.end) for one in path])
     # Tokens of a path have consecutive positions, so that places in it do for positions.

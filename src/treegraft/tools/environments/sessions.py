@@ -71,7 +71,8 @@ class Environments:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        taken, self._counts = self._counts, Counts()
+        taken = self._counts
+        self._counts = Counts()
         counts = asdict(taken)
         num_copies = counts.pop("num_copies")
         metrics = {f"environment/{name}": float(count) for name, count in counts.items()}
@@ -351,7 +352,8 @@ class EnvironmentSession:
 
     def _keep_points(self) -> None:
         """Copies the state for its points before it changes."""
-        points, self._points = self._points, []
+        points = self._points
+        self._points = []
         for point in points:
             point.keep()
 

@@ -34,7 +34,8 @@ class VerifiersTasks(OpenTasks):
                 code="tasks-too-few",
             )
         num = len(tasks) - num_eval
-        self._train, self._eval = tasks[:num], tasks[num:]
+        self._train = tasks[:num]
+        self._eval = tasks[num:]
 
     def train_tasks(self) -> Sequence[Task]:
         """Returns the first tasks."""

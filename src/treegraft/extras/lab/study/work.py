@@ -99,7 +99,8 @@ def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) 
 
 
 def _warm_up(job: WarmupPlan, out: Path) -> Line:
-    calibration_s, place = calibrate(), out / job.place
+    calibration_s = calibrate()
+    place = out / job.place
     _trained("sft", job.config, place)
     # Of its steps alone, those before an interruption included.
     spent = sum(line.get("time/warmup_cpu_s", 0.0) for line in RunReader(place).clean_metrics()[0])

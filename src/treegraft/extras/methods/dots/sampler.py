@@ -252,7 +252,8 @@ class Difficulty(Epochs):
         errors: list[float] = []
         estimates: list[float] = []
         for tree in trees:
-            name, rewards = tree.task.id, _own_rewards(tree)
+            name = tree.task.id
+            rewards = _own_rewards(tree)
             self._dealt[name] = number
             if self._estimates is not None:
                 estimates.append(float(self._estimates[self._places[name]]))
@@ -260,7 +261,8 @@ class Difficulty(Epochs):
             if rewards and not self._settings.num_references:
                 before = self._seen.pop(name, _Seen(0.0, 0.0, number))
                 before = before.at(number, DECAY)
-                total, weight = before.total + math.fsum(rewards), before.weight + len(rewards)
+                total = before.total + math.fsum(rewards)
+                weight = before.weight + len(rewards)
                 self._seen[name] = _Seen(total, weight, number)
         for name, values in (("rate_mean", estimates), ("error_mean", errors)):
             if values:
@@ -272,7 +274,8 @@ class Difficulty(Epochs):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the sampler/* metrics of the last update."""
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics | {"sampler/num_known": float(len(self._seen))}
 
 
