@@ -48,7 +48,6 @@ SPELLINGS = {
 """What older metadata call them."""
 EXCEPTIONS = {
     "certifi": "MPL-2.0: a list of certificates, used as it is",
-    "scipy": "BSD-3-Clause, and GPL-3.0 with GCC's exception for the Fortran library in its wheels",
     "tqdm": "MPL-2.0 AND MIT: used as it is; the licence binds changes to its own files alone",
 }
 """Packages that may be required although their licence is not permissive, and why."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import io
 import json
 import os
@@ -23,7 +22,7 @@ from tests.support.forked import Forked
 from tests.support.tiny import contents, differing, tiny, write_recipe
 from tests.support.tiny_parts import SlowSearch
 
-from treegraft.core.files import file_checksum
+from treegraft.core.errors import CheckpointError
 from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, others_as_ctrl_c, run_to_end
 from treegraft.policy import shards
 from treegraft.policy.learn.learner import Learner
@@ -211,32 +210,15 @@ def test_other_changes_are_refused(tmp_path: Path) -> None:
         train(None)
 
 
-def test_a_run_of_0_7_goes_on(tmp_path: Path) -> None:
-    """Its files name settings that are gone, at the values that changed nothing."""
-    start(tmp_path, "long")
+def test_a_run_of_0_7_is_refused(tmp_path: Path) -> None:
     run = start(tmp_path, "a", run={"num_updates": 1})
-    for path in [
-        *run.run_dir.glob("config.json"),
-        *run.run_dir.glob("checkpoints/*/*/config.json"),
-    ]:
-        saved = json.loads(path.read_text())
-        saved["engine"]["noise"], saved["rollout"]["max_staleness"] = "philox", 0
-        path.write_text(json.dumps(saved))
-        state = path.with_name("state.json")
-        if state.exists():
-            data = json.loads(state.read_text())
-            data["checksums"]["treegraft/config.json"] = file_checksum(path)
-            del data["checksum"]
-            text = json.dumps(data, sort_keys=True)
-            data["checksum"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-            state.write_text(json.dumps(data))
-    longer = {"name": "a", "dir": str(tmp_path), "num_updates": 2}
-    # They have no mark of this user's, or one of other settings: once they are asked about.
-    with raises_code("folder-untrusted"):
-        train(tiny(run=longer), resume=run.run_dir)
+    path = run.run_dir / "config.json"
+    saved = json.loads(path.read_text())
+    saved["rollout"]["max_staleness"] = 0
+    path.write_text(json.dumps(saved))
     trust(run.run_dir)
-    assert train(tiny(run=longer), resume=run.run_dir)
-    assert "trees/update-000002" not in differing(tmp_path / "long", run.run_dir)
+    with raises_code("run-other-version", kind=CheckpointError, match="begin anew from the recipe"):
+        train(None, resume=run.run_dir)
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

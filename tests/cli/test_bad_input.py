@@ -177,12 +177,12 @@ def test_model_folders_that_cannot_be_used(
             {"tasks": {"kind": "arithmetic"}, "tools": {"use": ["python"]}},
             ('model.path is "tiny"', "no closed vocabulary", "name a real model"),
         ),
-        ({"credit": {"rule": "ranks"}}, ("credit.rule: got 'ranks'",)),
+        ({"credit": {"rule": "ranks"}}, ("credit.rule: 'ranks' is no import path",)),
         (
             {"engine": {"kind": "tests.cli.test_bad_input:Broken"}},
             ("raised TypeError", "test_bad_input.py, line", "mend it there"),
         ),
-        ({"learn": {"lrr": 1}}, ("learn.lrr", "Did you mean 'learn.lr'")),
+        ({"learn": {"lrr": 1}}, ("learn.lrr", "begin anew from the recipe")),
         ({"track": {"trackers": ["no.such:Tracker"]}}, ("no.such:Tracker", "no module")),
         ({"explore": {"explorers": ["no.such:Explorer"]}}, ("no.such:Explorer", "no module")),
         ({"warmup": {"traces": "/nowhere/traces.jsonl"}}, ("/nowhere/traces.jsonl", "no file")),
@@ -448,7 +448,9 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
         train(None, resume=foreign)
     code, text = treegraft("train", "--resume", foreign, "--trust")
     assert (
-        code == 3 and f"run folder '{foreign}'" in text and "unknown setting 'model_type'" in text
+        code == 3
+        and f"run folder '{foreign}'" in text
+        and "the setting 'model_type', which this version" in text
     )
     code, text = treegraft("eval", foreign)
     assert (

@@ -232,7 +232,7 @@ def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[st
         (
             ("build", "recipe.json", "b", "buffer.build.agent=some/where/else"),
             2,
-            "no such folder, nor 'some/where'",
+            "The folder 'some/where' does not exist or is empty",
         ),
         (("build", "recipe.json", "b", "buffer.encoder=hashin"), 2, "hashin"),
         (("build", "recipe.json", "b", "learn.rl=1"), 2, "learn.rl"),

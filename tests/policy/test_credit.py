@@ -131,7 +131,7 @@ def test_refusals(rule: Callable[[Tree], Tree], message: str) -> None:
 
 def test_a_rule_that_is_not_there_is_refused() -> None:
     for name, code in [
-        ("rank", "settings-contradict"),
+        ("rank", "import-path-invalid"),
         ("math:ranks", "import-name-missing"),
         ("math:pi", "credit-rule-invalid"),
     ]:

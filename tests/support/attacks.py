@@ -142,7 +142,7 @@ KERNEL: Mapping[str, str] = {
 FLOODS: Mapping[str, str] = {
     "an endless loop": "while True: pass",
     "an endless print": "while True: print('x' * 100_000)",
-    "a hundred megabytes": "print('x' * 10**8)",
+    "a thousand megabytes": "print('x' * 10**9)",
     "a value without end": "'x' * 3 * 10**7",
     "all memory": f"held = []\nwhile True: held.append('x' * 10**7)\n{_SAY}",
     "a large number": "len(str(3 ** (10 ** 9)))",
@@ -333,7 +333,7 @@ ATTACKS: Mapping[str, str] = {
 STOPPED = (
     "an endless loop",
     "an endless print",
-    "a hundred megabytes",
+    "a thousand megabytes",
     "all memory",
     "a large number",
     "deep recursion",

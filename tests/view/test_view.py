@@ -506,8 +506,6 @@ def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
         (["--text", "--group", "0", "--leaf", "4"], "has 4 leaves"),
         (["--text", "--update", "1", "--eval", "2"], "give one of them"),
         (["--update", "1"], "no effect without --text"),
-        (["--buffer", "b.sqlite"], "write treegraft buffer show b.sqlite"),
-        (["--bundle", "b.zip"], "write zip -r b.zip RUN"),
     ],
 )
 def test_what_does_not_go_together_is_said(run_dir: Path, arguments: list[str], said: str) -> None:

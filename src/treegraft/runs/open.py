@@ -41,6 +41,10 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         load_config(path)
     except (SettingError, OSError, RecursionError) as error:
+        if getattr(error, "code", "") == "unknown-setting":
+            raise CheckpointError(
+                f"run folder '{run_dir}': {error}", code="run-other-version"
+            ) from error
         first, *more = str(error).splitlines()
         others = f" and {len(more)} more" if more else ""
         raise CheckpointError(
