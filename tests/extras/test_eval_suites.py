@@ -693,8 +693,6 @@ def test_the_command_line(
         (["eval"], "Missing argument 'RUN'"),
         (["eval", "demo", "--recipe", "demo"], "'demo' is a recipe, and --recipe names another"),
         (["compare", tmp_path / "a"], "got 1 folders of suites; expected two"),
-        ([*suite, "--temperature=.5"], "write eval.greedy=false eval.temperature=.5 instead"),
-        ([*suite, "--report", "r.json"], "write --json > r.json instead"),
         (["eval", agent[0], "--suite", "gsm8k"], "write treegraft eval suite RUN gsm8k instead"),
         (["eval", "--compare", "a", "b"], "write treegraft compare A B instead"),
         (["eval", agent[0], "--data", "q.csv"], "write treegraft eval file RUN q.csv instead"),
