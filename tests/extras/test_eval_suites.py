@@ -693,14 +693,6 @@ def test_the_command_line(
         (["eval"], "Missing argument 'RUN'"),
         (["eval", "demo", "--recipe", "demo"], "'demo' is a recipe, and --recipe names another"),
         (["compare", tmp_path / "a"], "got 1 folders of suites; expected two"),
-        (["eval", agent[0], "--suite", "gsm8k"], "write treegraft eval suite RUN gsm8k instead"),
-        (["eval", "--compare", "a", "b"], "write treegraft compare A B instead"),
-        (["eval", agent[0], "--data", "q.csv"], "write treegraft eval file RUN q.csv instead"),
-        (["eval", agent[0], "--num", 5], "write tasks.num_eval=5 instead"),
-        (
-            ["eval", "file", agent[0], "q.csv", "--reference-after", "####"],
-            "write tasks.dataset.reference_after='####' instead",
-        ),
     ):
         assert run(*arguments) == 2 and part in " ".join(capsys.readouterr().err.split())
 
