@@ -134,7 +134,7 @@ def speed(
 
 
 def main() -> int:
-    """Runs both sides and prints what differs."""
+    """Reads the options, compares, and returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -160,13 +160,26 @@ def main() -> int:
     )
     asked = parser.parse_args()
     options = ["run.num_updates=3", *asked.options]
-    work = asked.work_dir or Path(tempfile.mkdtemp(prefix="same-runs-"))
-    work.mkdir(parents=True, exist_ok=True)
-    code = worktree(asked.before, work.resolve() / "before")
+    if asked.work_dir:
+        asked.work_dir.mkdir(parents=True, exist_ok=True)
+        return compare(asked, options, asked.work_dir.resolve())
+    # Runs take gigabytes: nothing stays of a call that named no folder for them.
+    with tempfile.TemporaryDirectory(prefix="same-runs-") as folder:
+        work = Path(folder).resolve()
+        try:
+            return compare(asked, options, work)
+        finally:
+            removal = ["git", "worktree", "remove", "--force", str(work / "before")]
+            subprocess.run(removal, cwd=ROOT, check=False)
+
+
+def compare(asked: argparse.Namespace, options: list[str], work: Path) -> int:
+    """Runs both sides in a folder and prints what differs."""
+    code = worktree(asked.before, work / "before")
     after = Path(tempfile.mkdtemp(prefix="after-", dir=work)).resolve()
     num_different = 0
     for method in asked.only or METHODS:
-        old, new = work.resolve() / f"runs-{asked.before}" / method, after / method
+        old, new = work / f"runs-{asked.before}" / method, after / method
         run_method(code, method, old, options)
         run_method(ROOT, method, new, options + asked.after)
         found = list(differences(old, new))
