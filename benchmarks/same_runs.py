@@ -61,8 +61,8 @@ def run_method(code: Path, method: str, folder: Path, options: list[str]) -> Non
 def worktree(commit: str, folder: Path) -> Path:
     """Returns a checkout of the commit."""
     if not folder.exists():
-        command = ["git", "worktree", "add", "--detach", str(folder), commit]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        command = ["git", "worktree", "add", "--quiet", "--detach", str(folder), commit]
+        subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 
@@ -122,10 +122,11 @@ def speed(
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds):
         for code, side in sides if number % 2 else reversed(sides):
-            run = Path(tempfile.mkdtemp(prefix="timed-", dir=work)).resolve() / "run"
-            run_method(code, method, run, options)
-            for part in ("rollout", "learn"):
-                found.setdefault((part, side), []).append(seconds_of(run, part))
+            with tempfile.TemporaryDirectory(prefix="timed-", dir=work) as folder:
+                run = Path(folder) / "run"
+                run_method(code, method, run, options)
+                for part in ("rollout", "learn"):
+                    found.setdefault((part, side), []).append(seconds_of(run, part))
     for part in ("rollout", "learn"):
         before, after = (found[part, side] for _, side in sides)
         ratio = statistics.median(after) / statistics.median(before)
@@ -140,7 +141,9 @@ def main() -> int:
     )
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the other version")
     parser.add_argument(
-        "--work-dir", type=Path, help="keeps worktree and runs of the commit for later calls"
+        "--work-dir",
+        type=Path,
+        help="keeps worktree and runs of the commit for later calls, and the other runs to read",
     )
     parser.add_argument(
         "--only", choices=METHODS, action="append", help="this method alone; may be repeated"
@@ -170,7 +173,7 @@ def main() -> int:
             return compare(asked, options, work)
         finally:
             removal = ["git", "worktree", "remove", "--force", str(work / "before")]
-            subprocess.run(removal, cwd=ROOT, check=False)
+            subprocess.run(removal, cwd=ROOT, check=False, capture_output=True)
 
 
 def compare(asked: argparse.Namespace, options: list[str], work: Path) -> int:
