@@ -61,8 +61,8 @@ def run_method(code: Path, method: str, folder: Path, options: list[str]) -> Non
 def worktree(commit: str, folder: Path) -> Path:
     """Returns a checkout of the commit."""
     if not folder.exists():
-        command = ["git", "worktree", "add", "--detach", str(folder), commit]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        command = ["git", "worktree", "add", "--quiet", "--detach", str(folder), commit]
+        subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 
@@ -123,10 +123,11 @@ def speed(
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds):
         for code, side in sides if number % 2 else reversed(sides):
-            run = Path(tempfile.mkdtemp(prefix="timed-", dir=work)).resolve() / "run"
-            run_method(code, method, run, options)
-            for part in ("rollout", "learn"):
-                found.setdefault((part, side), []).append(seconds_of(run, part))
+            with tempfile.TemporaryDirectory(prefix="timed-", dir=work) as folder:
+                run = Path(folder) / "run"
+                run_method(code, method, run, options)
+                for part in ("rollout", "learn"):
+                    found.setdefault((part, side), []).append(seconds_of(run, part))
     for part in ("rollout", "learn"):
         before, after = (found[part, side] for _, side in sides)
         ratio = statistics.median(after) / statistics.median(before)
@@ -135,13 +136,15 @@ def speed(
 
 
 def main() -> int:
-    """Runs both sides and prints what differs."""
+    """Reads the options, compares, and returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the other version")
     parser.add_argument(
-        "--work-dir", type=Path, help="keeps worktree and runs of the commit for later calls"
+        "--work-dir",
+        type=Path,
+        help="keeps worktree and runs of the commit for later calls, and the other runs to read",
     )
     parser.add_argument(
         "--only", choices=METHODS, action="append", help="this method alone; may be repeated"
@@ -161,13 +164,26 @@ def main() -> int:
     )
     asked = parser.parse_args()
     options = ["run.num_updates=3", *asked.options]
-    work = asked.work_dir or Path(tempfile.mkdtemp(prefix="same-runs-"))
-    work.mkdir(parents=True, exist_ok=True)
-    code = worktree(asked.before, work.resolve() / "before")
+    if asked.work_dir:
+        asked.work_dir.mkdir(parents=True, exist_ok=True)
+        return compare(asked, options, asked.work_dir.resolve())
+    # Runs take gigabytes: nothing stays of a call that named no folder for them.
+    with tempfile.TemporaryDirectory(prefix="same-runs-") as folder:
+        work = Path(folder).resolve()
+        try:
+            return compare(asked, options, work)
+        finally:
+            removal = ["git", "worktree", "remove", "--force", str(work / "before")]
+            subprocess.run(removal, cwd=ROOT, check=False, capture_output=True)
+
+
+def compare(asked: argparse.Namespace, options: list[str], work: Path) -> int:
+    """Runs both sides in a folder and prints what differs."""
+    code = worktree(asked.before, work / "before")
     after = Path(tempfile.mkdtemp(prefix="after-", dir=work)).resolve()
     num_different = 0
     for method in asked.only or METHODS:
-        old = work.resolve() / f"runs-{asked.before}" / method
+        old = work / f"runs-{asked.before}" / method
         new = after / method
         run_method(code, method, old, options)
         run_method(ROOT, method, new, options + asked.after)
