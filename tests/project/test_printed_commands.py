@@ -47,13 +47,13 @@ ELSEWHERE = {
     r"python -m benchmarks\.trl": "minutes; tests/extras/test_trl.py trains",
     r"treegraft cluster": "several processes of Ray; tests/cluster runs it",
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/extras/test_eval_suites.py",
-    r"treegraft push .*(--private|--revision)": "needs a hub; tests/extras/test_push.py has one",
+    r"hf upload": "needs a hub",
     r".*engine\.kind=vllm$": "needs a vLLM server; tests/serving trains with one",
     r"treegraft study studies/(?!.*--(table|lines|check))": (
         "hours; tests/extras/test_study.py runs the smoke test of each study"
     ),
     r"treegraft (train|sft) papers/": "test_recipe_files.py and test_papers_steps.py",
-    r"treegraft (data check|serve search|buffer stats) \$": "tests/extras/test_papers_steps.py",
+    r"treegraft (serve search|buffer stats) \$": "tests/extras/test_papers_steps.py",
     r"treegraft compare evals/grpo": "tests/extras/test_papers_steps.py compares them",
     r"python studies/figures/papers\.py": "tests/project/test_study_scripts.py draws",
     r"python -m studies\.pruning": "tests/project/test_pruning.py prunes",

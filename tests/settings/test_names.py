@@ -136,7 +136,7 @@ def test_values_that_answers_name_are_accepted_here(builder: ModuleType) -> None
         ("top_p=0.9", ["eval.top_p", "not that of the policy"]),
         ("rollout.top_p=0.9", ["eval.top_p", "not that of the policy"]),
         ("loss.aggregation=seq-mean-token-mean", ['loss.aggregation = "sequence-mean"']),
-        ("push_to_hub=true", ["treegraft push"]),
+        ("push_to_hub=true", ["hf upload"]),
         ("deepspeed=zero3.json", ["no counterpart"]),
         ("device=cuda", ["no counterpart", "run.num_threads sets the threads"]),
     ],

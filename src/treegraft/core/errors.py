@@ -11,7 +11,6 @@
     ├── KernelError       (RuntimeError)  C kernels that do not compile or load; torch takes over
     ├── StorageError      (RuntimeError)  files that could not be written: disk full, read-only
     ├── DeadlineExceeded  (TimeoutError)  a wait that ran out, with its owner
-    ├── HubError          (RuntimeError)  a hub that refuses an upload or cannot be reached
     └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
 A message says what is wrong with its name, what was got, what was expected, and what to do. Its
@@ -103,10 +102,6 @@ class StorageError(TreegraftError, RuntimeError):
 
 class DeadlineExceeded(TreegraftError, TimeoutError):
     """A wait of ours ran out."""
-
-
-class HubError(TreegraftError, RuntimeError):
-    """A hub refused an upload, or could not be reached."""
 
 
 class DriftError(TreegraftError, RuntimeError):

@@ -12,7 +12,6 @@ BUILT_IN = (
     "treegraft.extras.methods.prefix",
     "treegraft.extras.methods.tree_search",
     "treegraft.extras.browse.plugin",
-    "treegraft.extras.data.plugin",
     "treegraft.extras.environments.openenv.plugin",
     "treegraft.extras.environments.verifiers.plugin",
     "treegraft.extras.tasks.plugin",
@@ -20,7 +19,6 @@ BUILT_IN = (
     "treegraft.extras.python.plugin",
     "treegraft.extras.search.plugin",
     "treegraft.extras.trackers",
-    "treegraft.extras.hub.plugin",
     "treegraft.extras.suites.plugin",
     "treegraft.extras.teacher.plugin",
     "treegraft.extras.lab.plugin",
@@ -31,9 +29,7 @@ BUILT_IN = (
 """The modules of our own plugins, in the order in which they are loaded."""
 
 WITH_COMMANDS = (
-    "treegraft.extras.data.plugin",
     "treegraft.extras.search.plugin",
-    "treegraft.extras.hub.plugin",
     "treegraft.extras.suites.plugin",
     "treegraft.extras.lab.plugin",
     "treegraft.extras.ray.plugin",

@@ -1,1 +1,0 @@
-"""Data sets inspected before use: defects, duplicates, and questions of evaluation sets."""

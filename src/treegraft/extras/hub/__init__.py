@@ -1,1 +1,0 @@
-"""Checkpoints and their model cards, uploaded to a hub."""
