@@ -45,7 +45,7 @@ TESTS = {
         "rollout/test_growth.py rollout/test_loop.py explore/test_explore.py"
         " rollout/test_rounds.py explore/test_stages.py rollout/test_format_tags.py"
         " rollout/test_format_chat.py rollout/test_templates.py policy/test_filters.py"
-        " traces/test_remote_trees.py extras/test_axpo.py extras/test_restart.py"
+        " traces/test_remote_trees.py extras/test_retries.py extras/test_restart.py"
         " extras/test_commit.py extras/test_tree_grpo.py tools/test_environments.py"
         " test_grafted_runs.py tools/test_environment_runs.py test_train.py"
     ),

@@ -240,10 +240,10 @@ assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
 def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     code = f"""{BLOCKED}
 from treegraft import load_config
-load_config("demo", ['explorers=["axpo"]'])
+load_config("demo", ['explorers=["commit"]'])
 """
     said = run(code).stderr
-    assert "explore.explorers: got 'axpo', expected one of independent, entropy, graft" in said
+    assert "explore.explorers: got 'commit', expected one of independent, entropy, graft" in said
 
 
 # ---------------------------------------------------------------------- a package from outside
@@ -335,8 +335,8 @@ print([tool.name for tool in open_environments(config.environment).tools])
         ),
         (
             "from treegraft.parts import ExplorerKind\n"
-            "def register(registry):\n    registry.explorer('axpo', ExplorerKind(make='a:b'))",
-            "it registers the explorer 'axpo', a name that 'treegraft.extras.methods.axpo' has",
+            "def register(registry):\n    registry.explorer('commit', ExplorerKind(make='a:b'))",
+            "it registers the explorer 'commit', a name that 'treegraft.extras.methods.commit' has",
         ),
         (
             "def register(registry):\n"

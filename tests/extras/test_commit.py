@@ -11,22 +11,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.extras.test_axpo import finished, retried, retries_of
+from tests.extras.test_retries import retried, retries_of
 from tests.rollout.test_growth import grow, make
 from tests.rollout.test_loop import ANSWER, SEARCH, search
 from tests.support.error_codes import raises_code
 from tests.support.families import build_model, byte_tokenizer, word_tokenizer
 from tests.support.slow_learner import distance, make_learner
-from tests.support.trees import Part
+from tests.support.trees import Part, build_tree
 from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
 from tests.tools import test_environments as worlds
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import (
+    Observation,
     Origin,
     Retry,
     RetryCause,
     Start,
+    Step,
     StepContent,
     ToolCall,
     Trajectory,
@@ -51,6 +53,30 @@ def commit(num_retries: int = 2, **fields: Any) -> CommitBranching:
     explorer = CommitBranching(CommitSettings(**{"num_starts": 2, **fields}))
     explorer.num_retries = num_retries
     return explorer
+
+
+def finished(*rewards: tuple[float, float | None, float]) -> Tree:
+    """For each rollout its reward, the entropy of its call (None: it answers at once), and of its
+    answer."""
+    parts = [
+        Part("ss", reward=reward, entropies=[last, last])
+        if call is None
+        else Part.of("sst", Part("ss", reward=reward, entropies=[last] * 2), entropies=[call] * 2)
+        for reward, call, last in rewards
+    ]
+    tree = build_tree(Part.of("pp", *parts))
+    leaves = {leaf.step_id for leaf in tree.leaves}
+
+    def said(step: Step) -> Step:
+        if step.id in leaves:
+            return replace(step, content=StepContent(answer="1"))
+        if step.depth:
+            seen = (Observation(text="x"),)
+            content = StepContent(calls=(ToolCall("search", "x"),), observations=seen)
+            return replace(step, content=content)
+        return step
+
+    return replace(tree, steps=tuple(map(said, tree.steps)))
 
 
 def gives_up(path: str) -> str:
@@ -269,7 +295,6 @@ def test_all_leaves_are_compared_and_winning_openings_are_imitated() -> None:
     assert num_imitated_tokens(tree) == 2
     config = load_config({"explore": {"explorers": ["commit"]}})
     assert config.credit.restarts == "together" and config.loss.graft_coef == 0
-    assert load_config({"explore": {"explorers": ["axpo"]}}).credit.restarts == "apart"
 
 
 def test_the_gradient_of_an_opening_is_that_of_imitation() -> None:

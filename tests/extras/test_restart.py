@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.rollout.test_growth import OneTrace, grow, make
-from tests.rollout.test_loop import ANSWER, TASKS, by_step
+from tests.rollout.test_loop import TASKS, by_step
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 from tests.support.families import build_model, word_tokenizer
 from tests.support.slow_learner import distance, gradient_of, make_learner, plain_scores, slow_loss
 from tests.support.tiny import tiny
@@ -50,13 +47,12 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.independent import Independent
 from treegraft.extras.methods.prefix import (
     PrefixSettings,
-    ShortestPrefix,
     UniformPrefix,
     WholeTrajectory,
 )
 from treegraft.extras.methods.tree_search import TREE_GRPO
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.rollout.measure import rollout_metrics, unused_metrics
+from treegraft.rollout.measure import rollout_metrics
 from treegraft.rollout.rounds import sample_rounds
 from treegraft.settings.explore import BufferSettings
 from treegraft.settings.load import load_config
@@ -183,7 +179,7 @@ def test_steps_that_leave_no_room_are_not_begun_below() -> None:
 
 
 def test_nothing_stored_means_the_prompt() -> None:
-    for explorer in (UniformPrefix, ShortestPrefix, WholeTrajectory):
+    for explorer in (UniformPrefix, WholeTrajectory):
         tree = grow(make(explorer(PrefixSettings(num_restarts=2)), retriever=Kept()))
         assert [path.start_id for path in tree.trajectories()] == ["0"] * 4
     tree = grow(make(UniformPrefix(PrefixSettings(num_restarts=2)), retriever=None))
@@ -232,95 +228,6 @@ def test_only_trajectories_that_were_good_enough_are_used() -> None:
     assert restarts_of(tree) == {0: 2, 1: 2}
 
 
-def answers_after(num_results: int) -> Any:
-    """Answers below so many results, and breaks off otherwise: a failure."""
-    return lambda path: ANSWER if path.count("<result>") >= num_results else "w7"
-
-
-@pytest.mark.parametrize(
-    ("num_needed", "expected"),
-    [
-        # 4 own, then 2 leaves for each try: 4 steps of 7 (works), 2 (no), 3 (works): all at 3.
-        (3, {0: 4, 4: 2, 2: 2, 3: 8}),
-        (1, {0: 4, 4: 2, 2: 2, 1: 8}),
-        # 4 (no), 6 (no), 7 (works).
-        (7, {0: 4, 4: 2, 6: 2, 7: 8}),
-        (0, {0: 16}),
-        # Nothing works: the rest at the prompt.
-        (99, {0: 10, 4: 2, 6: 2, 7: 2}),
-    ],
-)
-def test_bread_finds_the_shortest_prefix_that_succeeds(
-    num_needed: int, expected: dict[int, int]
-) -> None:
-    seven = path_of(*[f"w{n}" for n in range(1, 8)])
-    explorer = ShortestPrefix(PrefixSettings(num_restarts=12))
-    grower = make(
-        explorer,
-        answers_after(num_needed),
-        retriever=Kept(seven),
-        num_leaves=16,
-        max_completion_tokens=90,
-    )
-    assert restarts_of(grow(grower)) == expected
-
-
-@given(st.integers(1, 12), st.integers(0, 13))
-@at_most(40)
-def test_breads_search_ends_at_the_shortest_prefix(num_steps: int, num_needed: int) -> None:
-    """With as many leaves as it likes; a place succeeds from `num_needed` on. Its second probe is
-    left out, as a leaf that failed for a reason of ours."""
-    explorer = ShortestPrefix(PrefixSettings(num_restarts=40))
-    stored = [Stored(num_steps=num_steps, has_answer=True, reward=1.0, source="e")]
-    places = [0]
-
-    def tree() -> Tree:
-        parts = [Part("s", reward=1.0 if place >= num_needed else -1.0) for place in places]
-        grown = build_tree(Part.of("p", *parts))
-        steps = [
-            replace(step, cause=RestartCause(rule="bread", num_steps=place)) if place else step
-            for step, place in zip(grown.steps[1:], places, strict=True)
-        ]
-        return replace(grown, steps=(grown.root, *steps))
-
-    for _ in range(10):
-        (start,) = explorer.restarts(tree(), stored, 41, (0,))
-        if start.below is None or start.num > 2:
-            break
-        assert start.below.num_steps is not None
-        places.append(start.below.num_steps)
-    else:
-        raise AssertionError(f"the search has not ended: {places}")
-    found = 0 if start.below is None else start.below.num_steps
-    assert found == (num_needed if num_needed <= num_steps else 0)
-    assert len(places) <= 1 + (num_steps).bit_length() + 1
-
-
-def test_breads_search_does_not_count_leaves_that_failed_for_a_reason_of_ours() -> None:
-    explorer = ShortestPrefix(PrefixSettings(num_restarts=8))
-    stored = [Stored(num_steps=4, has_answer=True, reward=1.0, source="e")]
-    lost = Part("s", status=Status.FAILED, reward=None)
-
-    def opened(*leaves: tuple[int, Part]) -> Start:
-        grown = build_tree(Part.of("p", *(part for _, part in leaves)))
-        steps = [
-            replace(step, cause=RestartCause(rule="bread", num_steps=place)) if place else step
-            for step, (place, _) in zip(grown.steps[1:], leaves, strict=True)
-        ]
-        (start,) = explorer.restarts(replace(grown, steps=(grown.root, *steps)), stored, 12, (0,))
-        return start
-
-    bad = Part("s", reward=-1.0)
-    good = Part("s", reward=1.0)
-    # 2 is tried again; a leaf that did end counts.
-    assert opened((0, bad)) == Start(2, Below(0, 2, "bread"))
-    assert opened((0, bad), (2, lost), (2, lost)) == Start(2, Below(0, 2, "bread"))
-    assert opened((0, bad), (2, lost), (2, bad)) == Start(2, Below(0, 3, "bread"))
-    assert opened((0, bad), (2, lost), (2, good)) == Start(2, Below(0, 1, "bread"))
-    # Nothing is known of the task.
-    assert opened((0, lost), (0, lost)) == Start(10)
-
-
 def test_a_tree_without_a_rollout_is_refused() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         grow(make(Opens([]), retriever=Kept(THREE)))
@@ -330,11 +237,6 @@ def test_a_tree_without_a_rollout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (
-            ["explore.prefix.rule=bread", "explore.prefix.num_restarts=16"],
-            "settings-contradict",
-        ),
-        (["explore.prefix.rule=bread", "explore.num_leaves=1"], "settings-contradict"),
         (["buffer.allow_same_task=false"], "settings-contradict"),
         (["buffer.terminal=allow"], "override-idle"),
         (["buffer.min_similarity=0.5"], "override-idle"),
@@ -375,11 +277,6 @@ def test_law_8_and_9_a_lookup_that_fails_or_hangs_means_the_prompt(
     assert grower.take_metrics()["restart/num_failed"] == 0.0
     why = "OSError: database is locked" if task is TASKS[0] else "rollout.deadline_s = 2.0 s"
     assert why in caplog.text
-
-
-def test_a_second_stage_is_that_of_num_first_alone() -> None:
-    tree = grow(make(ShortestPrefix(PrefixSettings(num_restarts=2)), retriever=Kept(THREE)))
-    assert unused_metrics([tree], ShortestPrefix(PrefixSettings(num_restarts=2)), 4) == {}
 
 
 # ---------------------------------------------------------------------- whole trajectories

@@ -35,8 +35,8 @@ class ExplorerKind:
     leads: bool = False
     """Whether it has to stand first, since its starts and its `fill` make the method."""
     leaves: str = ""
-    """The setting that counts the leaves it opens itself, such as "explore.axpo.num_starts": at
-    most explore.num_leaves. Empty for none."""
+    """The setting that counts the leaves it opens itself, such as "explore.commit.num_starts":
+    at most explore.num_leaves. Empty for none."""
     plans_starts: bool = True
     """False where the number of first-level rollouts is known only as the tree grows."""
     opens_at_once: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
+_BREAD = "Gone since 0.8; explore.prefix.rule = 'prefixrl' begins below stored steps, too."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
 _WARNING = "Gone since 0.8; the viewer draws the metric that it looked at (docs/warnings.md)."
@@ -42,6 +43,10 @@ _LEARNER = (
 
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
+    "axpo": _FORCED,
+    "explore.axpo": _FORCED,
+    "explore.prefix.num_probes": _BREAD,
+    "explore.prefix.rule.bread": _BREAD,
     "continuation": _FORCED,
     "counterfactual": _FORCED,
     "cluster.learner_gpus": _LEARNER,
@@ -143,13 +148,10 @@ _CONSTANT: dict[str, str] = {
     "explore.entropy.ranking": "'order'",
     "explore.balanced.budget_weight": "0.5",
     "explore.balanced.penalty": "0.05",
-    "explore.axpo.tool": "the first tool",
-    "explore.axpo.min_reward": "1",
     "explore.commit.num_retries": "2",
     "explore.commit.tool": "each tool that was called, in turn",
     "explore.commit.min_reward": "1",
     "explore.prefix.num_places": "1",
-    "explore.prefix.num_probes": "2",
     "buffer.build.max_reply_tokens": "rollout.max_completion_tokens",
     "buffer.build.timeout_s": "120",
     "buffer.build.max_retries": "4",

@@ -4,7 +4,6 @@ them."""
 BUILT_IN = (
     "treegraft.extras.methods.aepo",
     "treegraft.extras.methods.appo",
-    "treegraft.extras.methods.axpo",
     "treegraft.extras.methods.call_rewards",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.dots.plugin",

@@ -65,7 +65,7 @@ class CommitBranching(Independent):
     their group are imitated (see `losses.imitated_loss`): no policy gradient, since nobody sampled
     them.
 
-    Ours, not of a paper. It differs from AXPO (arXiv 2605.28774, see `Axpo`) in its places
+    Ours, not of a paper. It differs from AXPO (arXiv 2605.28774) in its places
     (answers, and calls too many), in its rounds, and in what is learned.
     """
 

@@ -1,9 +1,8 @@
-"""AXPO's retries: which steps are tried again, what the policy is given and what it is taught."""
+"""Retries of steps: what the policy is given, and what it is taught."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
 from tests.support.families import build_model, byte_tokenizer, word_tokenizer
 from tests.support.slow_learner import distance, gradient_of, make_learner, slow_loss
-from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree
 from tests.support.worlds import CopiedKeyDoor, ReplayedKeyDoor
 from tests.tools import test_environments as worlds
@@ -36,14 +34,12 @@ from treegraft.core.types import (
 from treegraft.explore.compose import Composed
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.extras.methods.axpo import Axpo, AxpoSettings
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.explore import GraftSettings
-from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool
 
@@ -51,8 +47,23 @@ NO_ANSWER = "w3 w4"
 """A violation of the format, which earns -1."""
 
 
-def axpo(**fields: Any) -> Axpo:
-    return Axpo(AxpoSettings(**{"num_starts": 2, "num_retries": 2, **fields}))
+class Again(Independent):
+    """Opens rollouts, and once they have ended tries some of their steps again."""
+
+    expands = True
+    retries = True
+    wants_rewards = True
+
+    def __init__(self, *again: Retry, num_starts: int = 2) -> None:
+        self.again = again or (Retry("0.0", 2, "again"),)
+        self.num_starts = num_starts
+
+    def starts(self, max_leaves: int) -> Start:
+        return Start(self.num_starts)
+
+    def fill(self, tree: Tree, max_leaves: int) -> Any:
+        is_done = any(path.is_retry for path in tree.trajectories())
+        return Start(0) if is_done else list(self.again)
 
 
 def fails_first(path: str) -> str:
@@ -73,10 +84,10 @@ def retries_of(tree: Tree) -> list[Step]:
 
 def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
     engine = ScriptedEngine(fails_first, word_tokenizer())
-    tree = grow(make(axpo(), engine=engine))
+    tree = grow(make(Again(), engine=engine))
     assert [step.id for step in tree.steps if step.depth == 1] == ["0.0", "0.1", "0.2", "0.3"]
     again = retries_of(tree)
-    assert [step.cause for step in again] == [RetryCause(rule="axpo", beside="0.0")] * 2
+    assert [step.cause for step in again] == [RetryCause(rule="again", beside="0.0")] * 2
     for step in again:
         text = word_tokenizer().decode(list(step.token_ids))
         own = "<think> w5 </think> <search> w7 </search>"
@@ -110,7 +121,7 @@ def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
 
 def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
     engine = ScriptedEngine(fails_first, word_tokenizer())
-    tree = grow(make(axpo(), engine=engine))
+    tree = grow(make(Again(), engine=engine))
     asked = {str(call.noise_key[-1]): call for call in engine.calls}
     for path in tree.trajectories():
         before = list(path.steps[0].token_ids)
@@ -124,59 +135,15 @@ def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
             before += step.token_ids.tolist()
 
 
-def test_the_most_uncertain_steps_are_tried_again() -> None:
-    """The second call is the least sure; the retries stand below the first one's result."""
-
-    def replies(path: str) -> str:
-        if path.endswith("<search>"):
-            return "w7 </search>"
-        if "w7 w2" in path:
-            return ANSWER
-        return ("<search> w1 </search>", "<search> w2 </search>", NO_ANSWER)[path.count("<result>")]
-
-    def entropy(path: str) -> float:
-        return 2.0 if path.count("<result>") == 1 else 0.5
-
-    tree = grow(make(axpo(num_starts=1), replies, entropy=entropy, num_leaves=3))
-    assert [step.id for step in retries_of(tree)] == ["0.0.1", "0.0.2"]
-    assert [path.start_id for path in tree.trajectories()] == ["0", "0.0.0", "0.0.0"]
-    assert [path.num_tool_calls for path in tree.trajectories()] == [2, 2, 2]
-
-
-def test_in_place_of_an_answer_a_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rollout answers at once, and wrong: an answer earns 1 here, so 2 is asked for."""
-    monkeypatch.setattr("treegraft.extras.methods.axpo.MIN_REWARD", 2.0)
-
-    def replies(path: str) -> str:
-        if path.endswith("<search>"):
-            return "w7 </search>"
-        return ANSWER if "w7 w2" in path else "<think> w5 </think> " + ANSWER
-
-    explorer = axpo(places="answers")
-    tree = grow(make(explorer, replies, num_leaves=5))
-    assert [step.cause.beside for step in retries_of(tree)] == ["0.0", "0.0"]  # type: ignore[union-attr]
-    first = retries_of(tree)[0]
-    assert word_tokenizer().decode(list(first.written_ids)).split()[:4] == (
-        ["<think>", "w5", "</think>", "<search>"]
-    )
-    # No step has called a tool, so the paper's rule finds no subgroup.
-    assert len(grow(make(axpo(), replies)).leaves) == 2
-
-
 def test_no_retry_without_room() -> None:
     """A start has 13 tokens; the opening has 4, and 16 must be left."""
-    assert len(grow(make(axpo(), fails_first, max_completion_tokens=20)).leaves) == 4
-    assert len(grow(make(axpo(), fails_first, max_completion_tokens=19)).leaves) == 2
+    assert len(grow(make(Again(), fails_first, max_completion_tokens=20)).leaves) == 4
+    assert len(grow(make(Again(), fails_first, max_completion_tokens=19)).leaves) == 2
 
 
 @pytest.mark.parametrize("made", [CopiedKeyDoor, ReplayedKeyDoor])
 def test_retries_in_an_environment_stand_where_the_step_began(made: type) -> None:
     """The last of three moves is made again below the second, and the first one at the prompt."""
-
-    class Twice(Axpo):
-        def fill(self, tree: Tree, max_leaves: int) -> Any:
-            is_done = any(path.is_retry for path in tree.trajectories())
-            return Start(0) if is_done else [Retry("0.0.0.0", 1, "mine"), Retry("0.0", 1, "mine")]
 
     plan = worlds.by_plan(*worlds.WAY_IN)
 
@@ -188,7 +155,7 @@ def test_retries_in_an_environment_stand_where_the_step_began(made: type) -> Non
                 return whole.removeprefix(f"<{opening}")
         return plan(path)
 
-    explorer = Twice(AxpoSettings(num_starts=1))
+    explorer = Again(Retry("0.0.0.0", 1, "mine"), Retry("0.0", 1, "mine"), num_starts=1)
     tree = worlds.grow(worlds.make(made, replies, explorer, num_leaves=3))
     assert [step.id for step in retries_of(tree)] == ["0.0.0.1", "0.1"]
     assert worlds.seen(tree) == [["w1 1", "w1 2", "w1 3"]] * 3
@@ -198,56 +165,15 @@ def test_retries_in_an_environment_stand_where_the_step_began(made: type) -> Non
 # ---------------------------------------------------------------------- the rule
 
 
-def finished(*rewards: tuple[float, float | None, float]) -> Tree:
-    """For each rollout its reward, the entropy of its call (None: it answers at once), and of its
-    answer."""
-    parts = [
-        Part("ss", reward=reward, entropies=[last, last])
-        if call is None
-        else Part.of("sst", Part("ss", reward=reward, entropies=[last] * 2), entropies=[call] * 2)
-        for reward, call, last in rewards
-    ]
-    tree = build_tree(Part.of("pp", *parts))
-    leaves = {leaf.step_id for leaf in tree.leaves}
-
-    def said(step: Step) -> Step:
-        if step.id in leaves:
-            return replace(step, content=StepContent(answer="1"))
-        if step.depth:
-            seen = (Observation(text="x"),)
-            content = StepContent(calls=(ToolCall("search", "x"),), observations=seen)
-            return replace(step, content=content)
-        return step
-
-    return replace(tree, steps=tuple(map(said, tree.steps)))
-
-
-def test_which_steps_qualify() -> None:
-    explorer = axpo()
-    tree = finished((0.0, 0.5, 9.0), (0.0, 0.7, 9.0), (1.0, None, 9.0), (0.0, 0.5, 9.0))
-    retry = [Retry(f"0.{number}", 2, "axpo") for number in (1, 0, 3)]
-    # Success without a tool does not count; as many places as pairs fit into the rest.
-    assert explorer.fill(tree, 7) == retry[:1]
-    assert explorer.fill(tree, 9) == retry[:2]
-    assert explorer.fill(tree, 99) == retry
-    assert explorer.fill(tree, 5) == Start(0)
-    # A tool user who succeeded, or none at all.
-    assert explorer.fill(finished((0.0, 0.5, 9.0), (1.0, 0.7, 9.0)), 99) == Start(0)
-    assert explorer.fill(finished((0.0, None, 9.0), (0.0, None, 9.0)), 99) == Start(0)
-    answers = axpo(places="answers")
-    assert answers.fill(tree, 99) == Start(0)
-    lost = finished((0.0, 0.5, 0.1), (0.0, None, 0.2))
-    expected = [Retry(one, 2, "axpo") for one in ("0.1", "0.0.0")]
-    assert answers.fill(lost, 99) == expected
+def test_an_explorer_that_leads_retries() -> None:
     grafts = HybridRollout(GraftSettings(num_hybrid=1), num_leaves=9)
-    assert Composed([explorer, grafts]).fill(tree, 7) == retry[:1]
-    assert Composed([explorer, grafts]).retries and not Composed([grafts, explorer]).retries
+    assert Composed([Again(), grafts]).retries and not Composed([grafts, Again()]).retries
 
 
 def retried(*parts: Part) -> Tree:
     """A tree whose steps that begin with f are retries of the first step."""
     tree = build_tree(Part.of("pp", *parts))
-    cause = RetryCause(rule="axpo", beside="0.0")
+    cause = RetryCause(rule="again", beside="0.0")
     steps = [
         replace(step, cause=cause) if step.origins[0] == Origin.FORCED else step
         for step in tree.steps
@@ -351,18 +277,10 @@ def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought:
     assert parsed.content.thought == (thought if is_tagged else "")
 
 
-def test_what_cannot_be_opened_is_said_before_work_begins(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_said_before_work_begins() -> None:
     class Mute:
         """A format without openings."""
 
-    explorer = axpo()
-    tools = make(Independent()).toolbox
     parts = make(Independent())
     with raises_code("no-opening"):
-        Grower(parts.engine, Mute(), tools, explorer, parts.limits, parts.scorer)  # type: ignore[arg-type]
-    given = tiny(run={"dir": str(tmp_path)}, explore={"explorers": ["axpo"]})
-    with raises_code("settings-contradict", "explore.axpo.num_retries"):
-        load_config(given)
-
-
-# ---------------------------------------------------------------------- a run
+        Grower(parts.engine, Mute(), parts.toolbox, Again(), parts.limits, parts.scorer)  # type: ignore[arg-type]
