@@ -117,7 +117,7 @@ def test_the_demo_is_trained_viewed_and_reported_without_the_repository(
     assert viewed.returncode == 0 and "update 2" in viewed.stdout, viewed.stderr
     pytest.importorskip("matplotlib", reason="the extra 'report' is not installed")
     reported = treegraft("report", "runs/first")
-    assert reported.returncode == 0 and "runs/first/report.html" in reported.stdout, reported.stderr
+    assert reported.returncode == 0 and "runs/first/figures" in reported.stdout, reported.stderr
 
 
 @pytest.mark.smoke

@@ -12,7 +12,7 @@ def register(registry: Registry) -> None:
     registry.command(
         "report",
         f"{_HERE}.report.command:report",
-        help="Write a report of runs: report.html and figures/.",
+        help="Write figures of runs, and their numbers as CSV.",
     )
     registry.command(
         "study",

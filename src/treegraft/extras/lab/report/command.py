@@ -1,4 +1,4 @@
-"""`treegraft report`: from run folders and studies to a page, figures and tables."""
+"""`treegraft report`: from run folders and studies to figures and tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report(
         str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
     ] = None,
 ) -> None:
-    """Write a report of runs: report.html and figures/.
+    """Write figures of runs, and their numbers as CSV, to figures/.
 
     Runs that differ only in name and seed form one group, drawn with 95 % intervals.
     """
@@ -50,15 +50,15 @@ def report(
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     names = f" ({', '.join(written.figures)})" if written.figures else ""
-    print(plain(f"{written.page}: {len(written.figures)} figures{names}"))
+    print(plain(f"{written.folder}: {len(written.figures)} figures{names}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The files of a report: Report(page=Path("runs/a/report.html"), figures=("final-accuracy",),
+    """The files of a report: Report(folder=Path("runs/a/figures"), figures=("final-accuracy",),
     left_out=("no ...",), notes=())"""
 
-    page: Path
+    folder: Path
     figures: tuple[str, ...]
     left_out: tuple[str, ...]
     """A line for each figure that there is no data for."""
@@ -66,7 +66,7 @@ class Report:
 
 
 def write_report(records: Sequence[Record], out: Path, *, baseline: str | None = None) -> Report:
-    """Writes report.html and, beside it, figures/NAME.svg, .png and .csv.
+    """Writes figures/NAME.svg, .png and .csv.
 
     Args:
         out: the folder, made if it is missing.
@@ -77,8 +77,6 @@ def write_report(records: Sequence[Record], out: Path, *, baseline: str | None =
         SettingError: no such baseline, or a package is missing.
     """
     try:
-        from treegraft.extras.lab.report.page import page
-
         data = data_of(records, baseline)
     except ImportError as error:
         raise SettingError(
@@ -87,13 +85,8 @@ def write_report(records: Sequence[Record], out: Path, *, baseline: str | None =
             code="package-missing",
         ) from error
     folder = out / "figures"
-    figures = {name: draw for name, (_, draw) in FIGURES.items()}
-    drawn, missing = draw_figures(data, figures, folder)
-    notes = notes_on(data.groups)
-    title = f"Report on {records[0].name if len(records) == 1 else f'{len(records)} runs'}"
-    place = out / "report.html"
-    files.write_atomically(place, page(title, data.groups, drawn, missing, notes, folder))
-    return Report(place, tuple(drawn), tuple(missing), tuple(notes))
+    drawn, missing = draw_figures(data, FIGURES, folder)
+    return Report(folder, tuple(drawn), tuple(missing), tuple(notes_on(data.groups)))
 
 
 def data_of(records: Sequence[Record], baseline: str | None) -> Data:

@@ -327,9 +327,9 @@ def _finish_bars(left: Axes, right: Sequence[Axes], world: str, labels: Sequence
         panel.set_ylim(len(labels) - 0.45, -0.55)
 
 
-FIGURES: Mapping[str, tuple[str, Callable[[Data], Figure]]] = {
-    "training-dynamics": ("Training dynamics", dynamics),
-    "accuracy-against-cost": ("Accuracy against its cost", against_cost),
-    "final-accuracy": ("Held-out accuracy at the end", final_accuracy),
+FIGURES: Mapping[str, Callable[[Data], Figure]] = {
+    "training-dynamics": dynamics,
+    "accuracy-against-cost": against_cost,
+    "final-accuracy": final_accuracy,
 }
-"""Titles and functions of figures by name, in the order of the page."""
+"""Functions of figures by name, in their order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,17 +155,6 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         for record in one.records:
             found += [f"{record.name}: {note}." for note in record.notes]
     return found
-
-
-def show(value: Any) -> str:
-    """Returns a setting's value in words: a list's parts with a plus."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return " + ".join(map(show, value)) or "none"
-    if isinstance(value, Mapping):
-        return frozen(value)
-    return "none" if value is None else str(value)
 
 
 def frozen(value: Any) -> str:
