@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
+from treegraft.extras.lab.study.file import removed_name
 from treegraft.extras.lab.study.plan import Plan, RunPlan
 from treegraft.parts import files, metrics
 
@@ -90,7 +91,7 @@ def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     last line of each key, since nothing tells which settings the study gave them."""
     found = {key_of(line): line for line in read_results(path)}
     return [
-        {**line, "method": f"{line['method']} (removed since)"}
+        {**line, "method": removed_name(line["method"])}
         for key, line in found.items()
         if key in keys
     ]
