@@ -707,10 +707,7 @@ def test_what_is_no_study_and_no_result_is_said(
     assert f"{ROOT}/studies/exploration.toml: " in study("exploration", "--check")[0]
     written(tmp_path, "[broken", "broken.toml")
     assert "study 'broken.toml' is not valid TOML" in study("broken.toml")[1]
-    written(tmp_path, "", "empty.jsonl")
-    assert "got a file of results; expected the file of a study" in study("empty.jsonl")[1]
-    assert "no run is finished" in study("empty.jsonl", "--table")[1]
-    assert "'emty.jsonl' does not exist" in study("emty.jsonl", "--table")[1]
+    assert "no run is finished" in study(str(written(tmp_path, SMALL)), "--table")[1]
 
 
 def test_a_baseline_that_is_asked_for_is_shown_beside_primary_arms(

@@ -285,7 +285,6 @@ def test_what_your_own_sampler_keeps_is_json() -> None:
     [
         ({"kind": "hard"}, {}, "sampler.kind"),
         ({**SHOWN, "num_references": 4}, {}, "sampler.encoder"),
-        ({**SHOWN, "encoder": "minilmm"}, {}, "sampler.encoder"),
     ],
 )
 def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], about: str) -> None:

@@ -106,8 +106,6 @@ class SetNumbers:
     """Replies of the judge that were no verdict; they count as not correct."""
     num_disagreements: int = 0
     """Trajectories that the judge calls correct and the rule does not, or the other way round."""
-    disagreements: list[str] = field(default_factory=list)
-    """Ids of their items."""
     pass_at: dict[int, float] = field(default_factory=dict)
     """k -> unbiased pass@k, by the judge where `measure` is the judge's and by rule elsewhere."""
     tool_calls_mean: float
@@ -248,19 +246,17 @@ def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict
 def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
     said = Counter(verdicts.of(path) for path in paths)
     num_judged = len(paths) - said[None]
-    differ = []
+    num_differ = 0
     for path in paths:
         verdict = verdicts.of(path)
         # A reply that could not be read agrees with nobody, so it is no disagreement either.
         opposite = Verdict.INCORRECT if path.leaf.is_correct else Verdict.CORRECT
-        if verdict == opposite:
-            differ.append(path.task.id)
+        num_differ += verdict == opposite
     return {
         "judge": said[Verdict.CORRECT] / len(paths),
         "num_judged": num_judged,
         "num_unparsed": said[Verdict.UNPARSED],
-        "num_disagreements": len(differ),
-        "disagreements": sorted(set(differ)),
+        "num_disagreements": num_differ,
     }
 
 

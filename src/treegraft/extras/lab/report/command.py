@@ -36,7 +36,10 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder to write to. Default: the first run's folder."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder to write to. Default: the first run's folder, or report/ for studies.",
+        ),
     ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
@@ -173,11 +176,8 @@ def report_folder(paths: Sequence[str], out: Path | None) -> Path:
                 code="report-folder-taken",
             )
         return out
-    places = [path for _, path in map(split_label, paths)]
-    if all(path.is_file() for path in places):
-        raise SettingError(
-            "a study has no folder of its own; say with --out DIR where the report goes",
-            code="report-without-folder",
-        )
-    # A path that is not there is reported when it is read.
-    return next((path for path in places if path.is_dir()), Path())
+    for _, path in map(split_label, paths):
+        if path.is_dir():
+            return path
+    # Studies have no folder of their own, and a path that is not there is reported when it is read.
+    return Path("report")

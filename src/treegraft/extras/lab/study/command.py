@@ -16,7 +16,6 @@ from treegraft.extras.lab.study.plan import Plan, make_plan
 from treegraft.extras.lab.study.results import (
     CALLS,
     SECONDS,
-    Key,
     Line,
     lines_of,
     read_results,
@@ -29,8 +28,7 @@ File = Annotated[
     Path,
     typer.Argument(
         metavar="STUDY",
-        help="File of a study, e.g. studies/methods.toml, or the name of one in a clone; with"
-        " --table also its results alone, a .jsonl.",
+        help="File of a study, e.g. studies/methods.toml, or the name of one in a clone.",
     ),
 ]
 Out = Annotated[
@@ -102,9 +100,6 @@ def study(
         commands.refuse_idle(context, f"with {mode}", "--minutes", "--workers", *others)
     if mode != "--table":
         commands.refuse_idle(context, "without --table", "--brief", "--baseline")
-    if file.suffix == ".jsonl":
-        _print_results(context, file, baseline, is_table=table, is_brief=is_brief)
-        return
     file = file if file.is_file() else _shipped(file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
     beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
@@ -120,25 +115,6 @@ def study(
             print(json.dumps(line, default=str))
     else:
         _run(plan, place, results, workers, minutes)
-
-
-def _print_results(
-    context: typer.Context, file: Path, baseline: str | None, *, is_table: bool, is_brief: bool
-) -> None:
-    """The tables of a file of results alone."""
-    if not is_table:
-        raise SettingError(
-            f"command line: '{file}': got a file of results; expected the file of a study"
-            " (.toml) to run, or --table to print the tables of these results.",
-            code="results-not-study",
-        )
-    if not file.is_file():
-        raise DataError(
-            f"'{file}' does not exist; expected a study's file of results.",
-            code="results-missing",
-        )
-    commands.refuse_idle(context, "with a file of results", "--smoke", "--only", "--pairs", "--out")
-    _print_tables(read_results(file), None, baseline, is_brief=is_brief)
 
 
 def _shipped(file: Path) -> Path:
@@ -180,7 +156,7 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
 
 
 def _print_tables(
-    lines: Sequence[Line], plan: Plan | None, baseline: str | None, *, is_brief: bool
+    lines: Sequence[Line], plan: Plan, baseline: str | None, *, is_brief: bool
 ) -> None:
     from treegraft.extras.lab.study.tables import Question, Runs, markdown
 
@@ -195,17 +171,13 @@ def _print_tables(
             f" {quoted(arms)}.{errors.nearest(baseline, arms)}",
             code="unknown-arm",
         )
-    question = Question(baseline=baseline or arms[0])
-    planned: list[Key] = []
-    if plan is not None:
-        study = plan.study
-        question = Question(
-            baseline=baseline or study.baseline or next(iter(study.arms)),
-            primary=study.primaries,
-            at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
-        )
-        planned = [run.key for run in plan.runs]
-        if study.title and not is_brief:
-            print(f"{study.title}\n")
-    runs = Runs(lines, planned)
+    study = plan.study
+    question = Question(
+        baseline=baseline or study.baseline or next(iter(study.arms)),
+        primary=study.primaries,
+        at={CALLS: study.at_calls, SECONDS: study.at_cpu_s},
+    )
+    if study.title and not is_brief:
+        print(f"{study.title}\n")
+    runs = Runs(lines, [run.key for run in plan.runs])
     print(markdown(runs, question, is_brief=is_brief, with_baseline=baseline is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from treegraft.parts import Contradiction, Registry, Settings, errors, setting, when
+from treegraft.parts import Contradiction, Registry, Settings, setting, when
 
 _BY_DIFFICULTY = when("sampler.kind", "difficulty")
 
@@ -25,23 +25,9 @@ class _SamplerFields(Settings):
     cost."""
 
 
-def _no_encoder(name: str) -> Iterator[Contradiction]:
-    # A folder or hub id has one of these signs; a plain word is a misspelt name.
-    if name not in ("hashing", "minilm") and not any(sign in name for sign in "/:~."):
-        yield Contradiction(
-            ("sampler.encoder",),
-            f'sampler.encoder: got \'{name}\', expected "minilm", "hashing", a folder, a hub id, or'
-            f' "pypi:PACKAGE".{errors.nearest(name, ("hashing", "minilm"))}',
-        )
-
-
 def _wrong(config: Any) -> Iterator[Contradiction]:
     own = config.sampler
-    if own.kind != "difficulty":
-        return
-    if own.encoder:
-        yield from _no_encoder(own.encoder)
-    elif own.num_references:
+    if own.kind == "difficulty" and own.num_references and not own.encoder:
         yield Contradiction(
             ("sampler.num_references", "sampler.encoder"),
             f"sampler.num_references: got {own.num_references}, but without sampler.encoder they"
