@@ -13,7 +13,7 @@ from tests.support.answer_pairs import COMPUTATION, FROM_DATA, KNOWLEDGE, LIMITS
 from tests.support.corpus import DATA
 from tests.support.examples import at_most
 
-from treegraft.extras.suites.numbers import Interval, pass_ks
+from treegraft.extras.suites.numbers import Interval
 from treegraft.extras.suites.sets import SETS, read_set
 from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
@@ -230,12 +230,4 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num: int, data: st.D
     choices = list(itertools.combinations(range(num), k))
     assert pass_at_k(num, right, k) == pytest.approx(
         sum(min(choice) < right for choice in choices) / len(choices)
-    )
-
-
-def test_which_k_are_reported() -> None:
-    assert (
-        pass_ks(1) == [1]
-        and pass_ks(5) == [1, 2, 3, 4, 5]
-        and pass_ks(16) == [1, 2, 3, 4, 5, 8, 16]
     )

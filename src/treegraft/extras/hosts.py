@@ -82,13 +82,14 @@ class Host(NamedTuple):
             "credit.advantage": config.credit.advantage.startswith("reinforce++"),
             "credit.token_entropy_weight": bool(getattr(config.credit, "token_entropy_weight", 0)),
         }
-        for name in (name for name, does in compares.items() if does):
-            raise SettingError(
-                f"{name}: got {value_of(config, name)!r}, expected another value inside"
-                f" {self.name} {where}: it compares all trees of an update, and each process has"
-                " its own.",
-                code="host-one-process",
-            )
+        for name, does in compares.items():
+            if does:
+                raise SettingError(
+                    f"{name}: got {value_of(config, name)!r}, expected another value inside"
+                    f" {self.name} {where}: it compares all trees of an update, and each process"
+                    " has its own.",
+                    code="host-one-process",
+                )
 
     def check_arguments(
         self,

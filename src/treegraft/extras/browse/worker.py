@@ -59,8 +59,7 @@ def _read_pdf(body: bytes) -> tuple[str, str]:
 
     reader = PdfReader(io.BytesIO(body))
     title = str(reader.metadata.title or "") if reader.metadata else ""
-    pages = [
-        reader.pages[number].extract_text()
-        for number in range(min(len(reader.pages), MAX_PDF_PAGES))
-    ]
+    pages = []
+    for number in range(min(len(reader.pages), MAX_PDF_PAGES)):
+        pages.append(reader.pages[number].extract_text())
     return title, "\n\n".join(pages)

@@ -117,8 +117,10 @@ class Pipes:
     async def _fail(self, line: bytes, text: str, incoming: Any) -> None:
         """Answers the request that a line belongs to; all that wait, where the line does not say
         which."""
-        ends = line[:KEPT_BYTES], line[-KEPT_BYTES:]
-        named = {_id_of(found) for end in ends for found in _ID.findall(end)} & self._asked
+        named: set[int | str] = set()
+        # An id comes first or last as a rule; in between anybody's text may look like one.
+        for end in (line[:KEPT_BYTES], line[-KEPT_BYTES:]):
+            named |= set(map(_id_of, _ID.findall(end))) & self._asked
         for one in named if len(named) == 1 else set(self._asked):
             self._asked.discard(one)
             error = mcp_types.ErrorData(code=mcp_types.PARSE_ERROR, message=text)

@@ -115,11 +115,12 @@ class BalancedBranching(EntropyBranching):
         if not probe:
             return []
         baseline = self._first_entropies(probe[0])
-        return [
-            entropy_change(self._first_entropies(step), baseline, self._normaliser)
-            for before, step in pairwise(probe)
-            if _is_asked(before, step)
-        ]
+        found = []
+        for before, step in pairwise(probe):
+            if _is_asked(before, step):
+                entropies = self._first_entropies(step)
+                found.append(entropy_change(entropies, baseline, self._normaliser))
+        return found
 
 
 def _is_asked(before: Step, step: Step) -> bool:

@@ -15,12 +15,13 @@ MOST_CALLS = 5
 
 def own_calls(path: Trajectory) -> list[tuple[str, str]]:
     """Returns name and body of each call that the policy wrote and a tool answered."""
-    return [
-        (call.name, call.body.strip())
-        for step in path.steps
-        if step.origin is Origin.POLICY
-        for call, _ in zip(step.content.calls, step.content.observations, strict=False)
-    ]
+    found = []
+    for step in path.steps:
+        if step.origin is Origin.POLICY:
+            # A call without a result did not run.
+            for call, _ in zip(step.content.calls, step.content.observations, strict=False):
+                found.append((call.name, call.body.strip()))
+    return found
 
 
 def is_right(path: Trajectory) -> bool:
@@ -42,10 +43,10 @@ def call_bonus(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float]:
     its simplest form. Departures: SPEAR lets it decay over 100 steps and gives it to every
     trajectory.
     """
-    return [
-        0.0 if is_right(path) else float(min(len(own_calls(path)), MOST_CALLS))
-        for path in trajectories
-    ]
+    found = []
+    for path in trajectories:
+        found.append(0.0 if is_right(path) else float(min(len(own_calls(path)), MOST_CALLS)))
+    return found
 
 
 def call_novelty(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float]:

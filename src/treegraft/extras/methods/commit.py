@@ -107,16 +107,14 @@ class CommitBranching(Independent):
             return []
         answered = {path.steps[-1].parent for path in members if _has_answered(path)}
         longest = min(members, key=lambda path: (-path.num_tool_calls, path.steps[-1].ordinals))
+        steps = []
         # Below the prompt nothing is known yet.
-        steps = [
-            step
-            for step in longest.steps[2:]
-            if step.content.observations
-            and _is_own(step)
-            and step.parent not in answered
-            and step.id not in tried
-        ]
+        for step in longest.steps[2:]:
+            is_new = step.parent not in answered and step.id not in tried
+            if step.content.observations and _is_own(step) and is_new:
+                steps.append(step)
         found = []
+        # From the end up: an answer after more results is more often right.
         for one in steps[: -num_left - 1 : -1]:
             opening = next(self._openings(one, members, "answer"), ())
             found.append(Retry(one.id, 1, RULE, opens="answer", is_lesson=True, opening=opening))
@@ -126,29 +124,39 @@ class CommitBranching(Independent):
         self, members: Sequence[Trajectory], tried: set[str], num_left: int
     ) -> Start | Sequence[Retry]:
         """Calls in place of the answer that came after the most calls."""
-        ends = [(path.num_tool_calls, path.steps[-1]) for path in members if _has_answered(path)]
-        places = [(calls, step) for calls, step in ends if _is_own(step) and step.id not in tried]
+        places = []
+        for path in members:
+            last = path.steps[-1]
+            if _has_answered(path) and _is_own(last) and last.id not in tried:
+                places.append((path.num_tool_calls, last))
         if not places:
             return Start(0)
         # Equal ones by their place in the tree.
         _, step = min(places, key=lambda one: (-one[0], -_uncertainty(one[1]), one[1].ordinals))
         begun = list(islice(self._openings(step, members, "call"), self.num_retries))
-        ways: list[tuple[str | None, tuple[int, ...]]] = [(None, one) for one in begun]
-        ways = ways or [(one, ()) for one in self._tools(members)]
-        # Each way once at least; a retry more for the first ones where they do not go up evenly.
+        ways: list[tuple[str | None, tuple[int, ...]]] = []
+        for opening in begun:
+            ways.append((None, opening))
+        if not ways:
+            for name in self._tools(members):
+                ways.append((name, ()))
         num = min(max(self.num_retries, len(ways)), num_left)
-        shares = [num // len(ways) + (place < num % len(ways)) for place in range(len(ways))]
-        return [
-            Retry(step.id, share, RULE, tool, is_lesson=True, opening=opening)
-            for (tool, opening), share in zip(ways, shares, strict=True)
-            if share
-        ]
+        found = []
+        for place, (tool, opening) in enumerate(ways):
+            # Each way once at least; a retry more for the first ones where they do not go up
+            # evenly.
+            share = num // len(ways) + (place < num % len(ways))
+            if share:
+                found.append(Retry(step.id, share, RULE, tool, is_lesson=True, opening=opening))
+        return found
 
     def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
         """The tools whose calls are begun in turn, those that were called; None, if that is one or
         none, for the first one that there is."""
-        steps = {step.id: step for path in members for step in path.steps if _is_own(step)}
-        called = dict.fromkeys(call.name for one in steps.values() for call in one.content.calls)
+        called: dict[str | None, None] = {}
+        for path in members:
+            for step in filter(_is_own, path.steps):
+                called |= dict.fromkeys(call.name for call in step.content.calls)
         return [*called] if len(called) > 1 else [None]
 
     def _openings(

@@ -65,15 +65,17 @@ class TreeSearch(Independent):
         if missing <= 0 or not places:
             return Start(missing)
         # Of the tree's own tokens: no generator is at hand here, and two seeds sample other ones.
-        tokens = (one for step in tree.steps for one in step.token_ids.tolist())
-        key: tuple[int | str, ...] = (tree.group_id, len(tree.leaves), *tokens)
+        key: list[int | str] = [tree.group_id, len(tree.leaves)]
+        for step in tree.steps:
+            key += step.token_ids.tolist()
         cause = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
-        return [
-            Expand(keyed.keyed_choice(steps, start, number, *key), 1, cause)
-            # Round by round over the rollouts, so that a short budget is shared evenly.
-            for number in range(self._settings.num_nodes)
-            for start, steps in sorted(places.items())
-        ][:missing]
+        found = []
+        # Round by round over the rollouts, so that a short budget is shared evenly.
+        for number in range(self._settings.num_nodes):
+            for start, steps in sorted(places.items()):
+                step_id = keyed.keyed_choice(steps, start, number, *key)
+                found.append(Expand(step_id, 1, cause))
+        return found[:missing]
 
 
 TREE_GRPO = OutcomeKind(compare="treegraft.extras.methods.tree_grpo_credit:compared")

@@ -381,7 +381,8 @@ def _system() -> list[str]:
         options += ["--ro-bind-try", str(path), str(path)]
     home = Path(os.path.expanduser("~")).resolve()
     covers = [home] if Path("/usr") in home.parents else []
-    options += [word for folder in covers for word in ("--tmpfs", str(folder))]
+    for folder in covers:
+        options += ["--tmpfs", str(folder)]
     # Not the whole folder of a Python outside the system: it may be a home, or hold one.
     folders, files = _interpreter()
     for path in (*folders, *files):
@@ -397,7 +398,10 @@ def _system() -> list[str]:
         if (folder / "site-packages").is_dir():
             covers.append(_target(folder / "site-packages"))
             options += ["--tmpfs", str(covers[-1])]
-    return options + [word for folder in covers for word in ("--remount-ro", str(folder))]
+    # Last, since a folder that is read-only takes no further mounts.
+    for folder in covers:
+        options += ["--remount-ro", str(folder)]
+    return options
 
 
 @cache
@@ -407,7 +411,11 @@ def _interpreter() -> tuple[list[Path], list[Path]]:
     program = _program()
     name = Path(sys.platlibdir, f"python{sys.version_info.major}.{sys.version_info.minor}")
     prefixes = [Path(prefix).resolve() for prefix in (sys.base_prefix, sys.base_exec_prefix)]
-    folders = [folder for prefix in dict.fromkeys(prefixes) if (folder := prefix / name).is_dir()]
+    folders = []
+    # The two are one folder as a rule.
+    for prefix in dict.fromkeys(prefixes):
+        if (prefix / name).is_dir():
+            folders.append(prefix / name)
     libraries = [path for prefix in prefixes for path in prefix.glob("lib*/*.so*")]
     ldd = shutil.which("ldd")
     if program.is_relative_to("/usr") or not libraries or ldd is None:

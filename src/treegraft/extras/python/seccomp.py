@@ -145,7 +145,12 @@ def allowed(machine: str = platform.machine()) -> list[int]:
     """Returns the numbers of the calls that pass whatever their arguments, ascending."""
     column = list(_ARCHES).index(machine)
     calls = _ALLOWED.replace(";", "\n").strip().splitlines()
-    return sorted(int(number) for call in calls if (number := call.split()[1 + column]) != "-")
+    found = []
+    for call in calls:
+        number = call.split()[1 + column]
+        if number != "-":
+            found.append(int(number))
+    return sorted(found)
 
 
 def install(libc: ctypes.CDLL) -> None:
@@ -170,7 +175,10 @@ def install(libc: ctypes.CDLL) -> None:
 
 
 def _among(values: Sequence[int], then: bytes) -> list[bytes]:
-    return [part for value in values for part in (_step(_EQUAL, value, 0, 1), then)]
+    found = []
+    for value in values:
+        found += [_step(_EQUAL, value, 0, 1), then]
+    return found
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -127,13 +127,13 @@ class CorpusSearch:
         # The number wanted decides how many candidates are looked at, so only equals are asked
         # together.
         for top_k in {wanted for _, wanted in batch}:
-            asked = [
-                (place, query)
-                for place, (queries, wanted) in enumerate(batch)
-                if wanted == top_k
-                for query in queries
-            ]
-            found = self._index.search([query for _, query in asked], top_k)
-            for (place, _), (rows, scores) in zip(asked, found, strict=True):
+            places: list[int] = []
+            asked: list[str] = []
+            for place, (queries, wanted) in enumerate(batch):
+                if wanted == top_k:
+                    places += [place] * len(queries)
+                    asked += queries
+            found = self._index.search(asked, top_k)
+            for place, (rows, scores) in zip(places, found, strict=True):
                 answers[place].append(self._corpus.read(rows.tolist(), scores.tolist()))
         return answers

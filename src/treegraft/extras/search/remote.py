@@ -86,8 +86,11 @@ class RemoteSearch(Service):
         """
         asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
         answer = await self.ask("POST", self._address, body=asked)
+        found = []
         try:
-            found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
+            for entries in answer["result"]:
+                # Some servers give more than they were asked for.
+                found.append([_passage(entry) for entry in entries[:top_k]])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ToolUnavailable(
                 f"{self.name} does not keep to the protocol: {error!r}", code="search-protocol"

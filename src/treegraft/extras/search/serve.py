@@ -64,7 +64,9 @@ def search_app(backend: interfaces.SearchBackend, *, default_top_k: int, host: s
             )
         except ToolError as error:
             return _refused(503 if isinstance(error, ToolUnavailable) else 422, str(error))
-        result = [[_shown(passage, with_scores) for passage in passages] for passages in found]
+        result = []
+        for passages in found:
+            result.append([_shown(passage, with_scores) for passage in passages])
         # JSONResponse cannot hold half a surrogate pair, which a corpus may have.
         return Response(json.dumps({"result": result}), media_type="application/json")
 

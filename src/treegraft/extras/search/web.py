@@ -90,13 +90,12 @@ class WebSearch(Service):
                 f"{self.name} answered in another shape than expected: {error!r}",
                 code="service-other-shape",
             ) from error
-        # Providers give no scores; the rank stands in for one.
-        return [
-            interfaces.Passage(
-                address, " | ".join(part for part in (title, address, text) if part), 1 / rank
-            )
-            for rank, (title, address, text) in enumerate(found, start=1)
-        ]
+        passages = []
+        for rank, (title, address, text) in enumerate(found, start=1):
+            shown = " | ".join(filter(None, (title, address, text)))
+            # Providers give no scores; the rank takes the place of one.
+            passages.append(interfaces.Passage(address, shown, 1 / rank))
+        return passages
 
 
 def _plain(text: Any) -> str:

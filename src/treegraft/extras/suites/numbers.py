@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -170,12 +171,14 @@ def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory]
 
 def item_means(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> list[float]:
     """Returns one number per tree: the mean over its trajectories."""
-    return [fmean(score(path) for path in tree.trajectories()) for tree in trees]
+    found = []
+    for tree in trees:
+        found.append(fmean(map(score, tree.trajectories())))
+    return found
 
 
-def pass_ks(num_samples: int) -> list[int]:
-    """Returns the k of pass@k that are reported: 1, 3, 5 as in the papers, and powers of two."""
-    return [k for k in sorted({1, 3, 5, *(2**n for n in range(1, 12))}) if k <= num_samples]
+PASS_KS = (1, 2, 3, 4, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""The k of pass@k: 1, 3, 5 as in the papers, and powers of two."""
 
 
 def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetNumbers:
@@ -187,16 +190,20 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
     measure = main_measure(one.rule, verdicts)
     score = main_score(measure, verdicts)
     is_correct = correctness(measure, verdicts)
-    paths = [path for tree in trees for path in tree.trajectories()]
-    status = Counter(path.status for path in paths)
-    completed = [score(path) for path in paths if path.status is Status.COMPLETED]
+    paths = []
     counts = []
     for tree in trees:
+        paths += tree.trajectories()
         counts.append((len(tree.leaves), sum(map(is_correct, tree.trajectories()))))
+    status = Counter(path.status for path in paths)
+    completed = []
+    for path in paths:
+        if path.status is Status.COMPLETED:
+            completed.append(score(path))
     # pass@k needs k samples of every item.
     num_samples = min(num for num, _ in counts)
     pass_at = {}
-    for k in pass_ks(num_samples):
+    for k in PASS_KS[: bisect.bisect(PASS_KS, num_samples)]:
         pass_at[k] = fmean(measuring.pass_at_k(num, right, k) for num, right in counts)
     calls: Counter[str] = Counter()
     for path in paths:

@@ -4,6 +4,7 @@ where it stopped."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +226,8 @@ class _Suite:
                 left[one.name] = own
         # A call that only judges, or only reports, loads no model.
         if left:
-            async with self._agent.opened([task for own in left.values() for task in own]) as parts:
+            every = list(itertools.chain.from_iterable(left.values()))
+            async with self._agent.opened(every) as parts:
                 for name, own in left.items():
                     await self._run_set(name, own, parts)
         if judge is not None:

@@ -162,10 +162,15 @@ def load_sets(
         SettingError: a set without a source.
         DataError: a source that is missing or has no usable row.
     """
+    sources = {}
     # All are looked for before the first is read: a set can take minutes to fetch.
-    sources = {name: given or find_source(name, data_dir) for name, given in names.items()}
-    found = [read_set(name, at, num=num, shuffle_seed=shuffle_seed) for name, at in sources.items()]
-    return [_compared_with_papers(one) for one in found] if as_papers else found
+    for name, typed in names.items():
+        sources[name] = typed or find_source(name, data_dir)
+    found = []
+    for name, source in sources.items():
+        one = read_set(name, source, num=num, shuffle_seed=shuffle_seed)
+        found.append(_compared_with_papers(one) if as_papers else one)
+    return found
 
 
 def _compared_with_papers(found: EvalSet) -> EvalSet:
@@ -201,11 +206,10 @@ def find_source(name: str, data_dir: Path | None) -> str:
     )
     places = [data_dir / f"{name}{end}" for end in readers.FILE_TYPES]
     # ARPO's release has folders of other cases, and HLE in top.json.
-    folders = [data_dir / one for one in held if one.lower() == name]
-    stems = ("test", name, "top")
-    places += [
-        one / f"{stem}{end}" for one in folders for stem in stems for end in readers.FILE_TYPES
-    ]
+    for one in held:
+        if one.lower() == name:
+            for stem in ("test", name, "top"):
+                places += [data_dir / one / f"{stem}{end}" for end in readers.FILE_TYPES]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise DataError(

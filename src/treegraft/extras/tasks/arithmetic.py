@@ -124,12 +124,14 @@ class ReasoningGym(OpenTasks):
             ("training", self._train, self._num_train),
             ("held-out", self._eval, self._num_eval),
         )
-        return tuple(
-            f"{self._settings.generator}: {len(tasks)} different {name} questions instead of"
-            f" {wanted}; with these tasks.arithmetic.params the generator has too few"
-            for name, tasks, wanted in parts
-            if len(tasks) < wanted
-        )
+        found = []
+        for name, tasks, wanted in parts:
+            if len(tasks) < wanted:
+                found.append(
+                    f"{self._settings.generator}: {len(tasks)} different {name} questions instead"
+                    f" of {wanted}; with these tasks.arithmetic.params the generator has too few"
+                )
+        return found
 
     @cached_property
     def _eval(self) -> tuple[Task, ...]:

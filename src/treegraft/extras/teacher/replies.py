@@ -45,11 +45,11 @@ class TagProtocol:
 
     def results(self, message: Message, shown: Sequence[Observation]) -> list[Message]:
         """Returns the messages that answer the calls of a message."""
-        # Sanitised: a result must not pose as a tag.
-        texts = [
-            f"<{agents.RESULT}>\n{self._format.sanitized(one.text)}\n</{agents.RESULT}>"
-            for one in shown
-        ]
+        texts = []
+        for one in shown:
+            # Sanitised: a result must not pose as a tag.
+            text = self._format.sanitized(one.text)
+            texts.append(f"<{agents.RESULT}>\n{text}\n</{agents.RESULT}>")
         return [{"role": "user", "content": "\n".join(texts)}]
 
     def _whole_text(self, reply: ChatReply) -> str:
@@ -108,11 +108,12 @@ class ToolCallProtocol:
         inner, _, body = reply.text.rpartition(agents.THINK_CLOSING)
         thought = _joined(reply.reasoning, inner.replace(agents.THINK_OPENING, ""))
         if reply.calls:
-            calls = tuple(self._format.read_call(call) for call in reply.calls)
-            fields = [
-                {"id": f"call{place:02d}{number:03d}", "type": "function", "function": call}
-                for number, call in enumerate(reply.calls)
-            ]
+            calls = tuple(map(self._format.read_call, reply.calls))
+            fields = []
+            for number, call in enumerate(reply.calls):
+                # Nine letters and digits: Mistral's templates take no other id.
+                name = f"call{place:02d}{number:03d}"
+                fields.append({"id": name, "type": "function", "function": call})
             message = {"role": "assistant", "content": body.strip() or None, "tool_calls": fields}
             return StepContent(thought=_joined(thought, body), calls=calls), message
         if reply.is_cut:
@@ -131,10 +132,10 @@ class ToolCallProtocol:
 
     def results(self, message: Message, shown: Sequence[Observation]) -> list[Message]:
         """Returns the messages that answer the calls of a message."""
-        return [
-            {"role": "tool", "tool_call_id": call["id"], "content": one.text}
-            for call, one in zip(message["tool_calls"], shown, strict=True)
-        ]
+        found: list[Message] = []
+        for call, one in zip(message["tool_calls"], shown, strict=True):
+            found.append({"role": "tool", "tool_call_id": call["id"], "content": one.text})
+        return found
 
 
 def plain_text(reply: ChatReply) -> str:

@@ -156,12 +156,12 @@ class OpenEnvEnvironment:
         from websockets.asyncio.client import connect
 
         self._socket = await connect(**self._kind.connection())
-        # Of our own entries the seed alone: an environment may refuse arguments that it has not.
-        row = {
-            name: value
-            for name, value in EnvironmentTool.reset_arguments(task).items()
-            if name == "seed" or name in task.columns
-        }
+        row = {}
+        for name, value in EnvironmentTool.reset_arguments(task).items():
+            # Of our own entries the seed alone: an environment may refuse arguments that it has
+            # not.
+            if name == "seed" or name in task.columns:
+                row[name] = value
         data = json.loads(json.dumps(row, default=str)) | self._kind.options.reset
         result = await self._ask({"type": "reset", "data": data})
         return shown(result["observation"])
@@ -231,12 +231,11 @@ def shown(observation: Mapping[str, Any]) -> str:
             elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
                 result = "\n".join(str(block.get("text", "")) for block in content)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    # Empty fields are those of other kinds of actions.
-    fields = {
-        name: value
-        for name, value in observation.items()
-        if name != "metadata" and value not in (None, "")
-    }
+    fields = {}
+    for name, value in observation.items():
+        # Empty fields are those of other kinds of actions.
+        if name != "metadata" and value not in (None, ""):
+            fields[name] = value
     if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
         return text
     return json.dumps(fields, ensure_ascii=False) if fields else ""
@@ -251,11 +250,9 @@ def _data(message: str | bytes) -> dict[str, Any]:
         return data
     text = str(data.get("message") or data)
     if data.get("code") in _AGENTS_FAULT:
-        faults = [
-            f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}"
-            for one in data.get("errors") or ()
-        ]
-        raise ToolError("; ".join([text, *faults]), code="openenv-refused")
+        for one in data.get("errors") or ():
+            text += f"; {'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}"
+        raise ToolError(text, code="openenv-refused")
     if data.get("code") == "CAPACITY_REACHED":
         text += (
             "; raise its max_concurrent_envs, or lower rollout.max_live_trees or explore.num_leaves"
@@ -267,11 +264,9 @@ def _data(message: str | bytes) -> dict[str, Any]:
 
 def _signature(schema: Mapping[str, Any]) -> interfaces.Signature:
     """The agent's arguments: without those that OpenEnv itself fills in."""
-    properties = {
-        name: one
-        for name, one in (schema.get("properties") or {}).items()
-        if name not in ("metadata", "type")
-    }
+    properties = dict(schema.get("properties") or {})
+    for name in ("metadata", "type"):
+        properties.pop(name, None)
     required = [name for name in schema.get("required") or [] if name in properties]
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     return interfaces.Signature.of_schema(

@@ -300,8 +300,10 @@ def _text_of(message: Any) -> str:
     """A turn's message as text: a text, messages with contents, or nothing."""
     if isinstance(message, str):
         return message
-    contents = (
-        one.get("content") if isinstance(one, dict) else getattr(one, "content", "")
-        for one in message or ()
-    )
-    return "\n".join(str(content) for content in contents if content)
+    contents = []
+    for one in message or ():
+        # Tasksets write messages as objects or as plain tables.
+        content = one.get("content") if isinstance(one, dict) else getattr(one, "content", "")
+        if content:
+            contents.append(str(content))
+    return "\n".join(contents)

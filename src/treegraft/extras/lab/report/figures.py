@@ -153,8 +153,11 @@ def _draw_curves(
     # Intervals of few runs are wide, and would flatten the curves.
     limits = panel.get_ylim()
     for look, _, points in curves:
-        low = [point.mean - point.whiskers[0] for point in points]
-        high = [point.mean + point.whiskers[1] for point in points]
+        low = []
+        high = []
+        for point in points:
+            low.append(point.mean - point.whiskers[0])
+            high.append(point.mean + point.whiskers[1])
         places = [point.x for point in points]
         panel.fill_between(places, low, high, color=look["color"], alpha=0.15, linewidth=0)
     panel.set_ylim(limits)
@@ -183,8 +186,10 @@ def _grid(
     their keys, and the rows of its table."""
     drawing, panels = panels_of(len(data.worlds), len(keys), [2.15] * len(data.worlds))
     rows: list[tuple[Cell, ...]] = []
-    places = list(itertools.product(data.worlds, keys))
-    for panel, (world, key) in zip(panels, places, strict=True):
+    keyed = []
+    # In the order of `panels_of`: a row of panels for each world.
+    for panel, (world, key) in zip(panels, itertools.product(data.worlds, keys), strict=True):
+        keyed.append((panel, key))
         curves = []
         for one in data.of(world):
             points = points_of(one, key)
@@ -194,7 +199,7 @@ def _grid(
         _draw_curves(panel, curves)
         panel.set_title(printable(world, 78 // len(keys)))
     _add_legend(drawing, panels)
-    return drawing, [(panel, key) for panel, (_, key) in zip(panels, places, strict=True)], rows
+    return drawing, keyed, rows
 
 
 def _accuracy_axis(panel: Axes) -> None:
@@ -206,12 +211,14 @@ def _accuracy_axis(panel: Axes) -> None:
 def over_updates(data: Data, keys: Sequence[str]) -> Figure:
     """Returns metrics over updates, a column of panels each; those that no run recorded are left
     out."""
-    absent = [key for key in keys if not data.has(key)]
-    keys = [key for key in keys if key not in absent]
-    if not keys:
+    absent = []
+    present = []
+    for key in keys:
+        (present if data.has(key) else absent).append(key)
+    if not present:
         raise NoData(f"no run has recorded {', '.join(absent)}.")
     drawing, panels, rows = _grid(
-        data, keys, lambda one, key: one.band(key, is_accuracy=key == data.accuracy)
+        data, present, lambda one, key: one.band(key, is_accuracy=key == data.accuracy)
     )
     for panel, key in panels:
         panel.set_xlabel("update")
@@ -219,7 +226,7 @@ def over_updates(data: Data, keys: Sequence[str]) -> Figure:
             _accuracy_axis(panel)
         else:
             panel.set_ylabel(AXES[key])
-    meanings = " ".join(f"{key}: {RunReader.meaning(key)}." for key in keys)
+    meanings = " ".join(f"{key}: {RunReader.meaning(key)}." for key in present)
     if absent:
         meanings += f" Left out, since not recorded: {', '.join(absent)}."
     caption = f"Means over the runs of a group, up to the update that all reached. {INTERVALS} "
@@ -258,7 +265,11 @@ def against_cost(data: Data) -> Figure:
 def cost_curve(group: Group, cost: str, key: str) -> list[Point]:
     """Returns the accuracy at each evaluation that all runs of a group have reached, against the
     mean cost until then; nothing for a method without this cost, such as imitation."""
-    costs = [record.spent(cost) for record in group.records if record.values(key)]
+    costs = []
+    for record in group.records:
+        # A run that was not evaluated has no part in the curve's accuracy either.
+        if record.values(key):
+            costs.append(record.spent(cost))
     found = []
     for point in group.band(key, is_accuracy=True):
         found.append(replace(point, x=statistics.fmean(one[point.update] for one in costs)))

@@ -57,7 +57,11 @@ class Group:
 
     def series(self, key: str) -> list[dict[int, float]]:
         """Returns the values of a metric by update, for each run that recorded it."""
-        return [values for record in self.records if (values := record.values(key))]
+        found = []
+        for record in self.records:
+            if values := record.values(key):
+                found.append(values)
+        return found
 
     def band(self, key: str, *, is_accuracy: bool = False) -> list[Point]:
         """Returns the mean of a metric with its interval, at the updates that all runs with this

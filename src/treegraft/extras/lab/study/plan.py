@@ -133,15 +133,19 @@ def make_plan(
     gone = set()
     for pair in range(num_pairs):
         for world in worlds:
-            runs += [planner.run(world, arm, pair) for arm in arms]
-            gone |= {(world, arm, pair) for arm in removed}
+            for arm in arms:
+                runs.append(planner.run(world, arm, pair))
+            for arm in removed:
+                gone.add((world, arm, pair))
     return Plan(path=path, study=study, runs=runs, removed=gone)
 
 
 def _chosen(every: Iterable[str], *choices: Sequence[str]) -> list[str]:
     """The names of the first choice that has some of this kind; all where none has."""
-    found = ([name for name in every if name in only] for only in choices)
-    return next(filter(None, found), list(every))
+    for only in choices:
+        if found := [name for name in every if name in only]:
+            return found
+    return list(every)
 
 
 def _refuse_unknown(only: Sequence[str], study: StudyFile, path: Path) -> None:
@@ -192,9 +196,10 @@ class _Planner:
             self._recipe.pop(SMOKE, None)
         except SettingError as error:
             raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
-        kinds = (study.worlds, study.arms, study.buffers)
-        tables = [one.settings for kind in kinds for one in kind.values()]
-        named = {name for one in tables for name in recipe.flatten(one)}
+        named: set[str] = set()
+        for one in (*study.worlds.values(), *study.arms.values(), *study.buffers.values()):
+            named |= recipe.flatten(one.settings).keys()
+        # Free keys of a setting's table are no settings.
         self._differing = sorted(named & {row.name for row in setting_rows(Config())})
 
     def run(self, world: str, arm: str, pair: int) -> RunPlan:
@@ -209,7 +214,11 @@ class _Planner:
         for name in self._differing:
             if is_used or name not in _sources():
                 shown[name] = value_of(source if name in _sources() else loaded.config, name)
-        told = {n: value for n, value in loaded.told.items() if is_used or n not in _sources()}
+        told = dict(loaded.told)
+        if not is_used:
+            # So a run without a buffer is one and the same in worlds that differ in the expert.
+            for name in _sources():
+                told.pop(name, None)
         seed = self._study.first_seed + pair
         needed = [one and one.fingerprint for one in (warmup, buffer)]
         fingerprint = _hash([own.command or "train", seed, told, *needed])
@@ -247,30 +256,36 @@ class _Planner:
         try:
             config = load_config(tables)
         except SettingError as error:
-            lines = (line.removeprefix("settings: ") for line in str(error).splitlines())
-            raise SettingError(
-                "\n".join(f"{self._path}: {where}: {line}" for line in lines), code="study-invalid"
-            ) from error
-        rows = [row for row in setting_rows(config) if row.name not in LABELS]
-        # Without those at their default, so that settings of later versions change nothing.
-        told = {row.name: row.value for row in rows if not row.is_default}
+            faults = []
+            for line in str(error).splitlines():
+                faults.append(f"{self._path}: {where}: {line.removeprefix('settings: ')}")
+            raise SettingError("\n".join(faults), code="study-invalid") from error
+        told = {}
+        idle = {}
+        for row in setting_rows(config):
+            if row.name in LABELS:
+                continue
+            # Without those at their default, so that settings of later versions change nothing.
+            if not row.is_default:
+                told[row.name] = row.value
+            if row.idle:
+                idle[row.name] = row.idle
         # One by one, as in stored lines of results.
-        silenced = told.pop("health", {})
-        told |= {f"health.{name}": value for name, value in silenced.items()}
-        idle = {row.name: row.idle for row in rows if row.idle}
+        for name, value in told.pop("health", {}).items():
+            told[f"health.{name}"] = value
         self._loaded[where] = _Loaded(config, told, idle)
         return self._loaded[where]
 
     def _refuse_idle(self, arm: str, loaded: _Loaded, where: str) -> None:
         """Refuses settings of an arm that would change nothing in its run."""
         for name in recipe.flatten(self._study.arms[arm].settings):
-            # Below a setting are the free keys of its table.
-            known = (one for one in loaded.idle if f"{name}.".startswith(f"{one}."))
-            for reason in (why for one in known for why in loaded.idle[one]):
-                raise SettingError(
-                    f"{self._path}: {where}: '{name}' would have no effect: {reason}.",
-                    code="override-idle",
-                )
+            for known, reasons in loaded.idle.items():
+                # Below a setting are the free keys of its table.
+                if f"{name}.".startswith(f"{known}."):
+                    raise SettingError(
+                        f"{self._path}: {where}: '{name}' would have no effect: {reasons[0]}.",
+                        code="override-idle",
+                    )
 
     def _warmup(self, world: str, pair: int) -> WarmupPlan | None:
         study = self._study

@@ -65,13 +65,19 @@ def _check(line: Line) -> None:
 def known_runs(path: Path, runs: Sequence[RunPlan]) -> tuple[dict[Key, Line], int]:
     """Returns the results of these runs by world, arm and pair, and how many lines the file has of
     finished runs of theirs with other settings."""
-    by_key = {(*key_of(line), line.get("fingerprint")): line for line in read_results(path)}
     wanted = {(*run.key, run.fingerprint) for run in runs}
-    found = {full[:3]: line for full, line in by_key.items() if full in wanted}
-    # Lines of other arms belong to studies that share the file.
     keys = {run.key for run in runs}
-    num_others = sum(full[:3] in keys and full not in wanted for full in by_key)
-    return {run.key: found[run.key] for run in runs if run.key in found}, num_others
+    found: dict[Key, Line] = {}
+    others = set()
+    for line in read_results(path):
+        key = key_of(line)
+        full = (*key, line.get("fingerprint"))
+        if full in wanted:
+            found[key] = line
+        # Lines of other arms belong to studies that share the file.
+        elif key in keys:
+            others.add(full)
+    return {run.key: found[run.key] for run in runs if run.key in found}, len(others)
 
 
 def lines_of(plan: Plan, path: Path) -> list[Line]:
@@ -89,12 +95,11 @@ def lines_of(plan: Plan, path: Path) -> list[Line]:
 def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     """Returns the finished runs of arms that a study has no more, with a mark at their names; the
     last line of each key, since nothing tells which settings the study gave them."""
-    found = {key_of(line): line for line in read_results(path)}
-    return [
-        {**line, "method": removed_name(line["method"])}
-        for key, line in found.items()
-        if key in keys
-    ]
+    found: dict[Key, Line] = {}
+    for line in read_results(path):
+        if key_of(line) in keys:
+            found[key_of(line)] = {**line, "method": removed_name(line["method"])}
+    return list(found.values())
 
 
 def mixed_pairs(lines: Iterable[Line]) -> list[int]:
@@ -184,7 +189,8 @@ def curve(
         points.append({"update": int(step - steps[-1]), **_measured(line), **spent})
     spent = dict.fromkeys(COSTS, 0.0)
     for line in lines:
-        spent = {cost: total + _spent(line, cost) for cost, total in spent.items()}
+        for cost in COSTS:
+            spent[cost] += _spent(line, cost)
         if measured := _measured(line):
             if points and points[-1]["update"] == line["update"]:
                 points.pop()
@@ -207,22 +213,26 @@ def by_update(lines: Sequence[Mapping[str, float]]) -> Line:
     lines = [line for line in lines if line["update"] > 0]
     columns: Line = {"update": [int(line["update"]) for line in lines]}
     for key in BY_UPDATE:
-        values = [_spent(line, key) if key in line else None for line in lines]
-        if any(value is not None for value in values):
+        column: list[float | None] = []
+        for line in lines:
             # Six digits are more than a figure shows.
-            columns[key] = [None if one is None else float(f"{one:.6g}") for one in values]
+            column.append(float(f"{_spent(line, key):.6g}") if key in line else None)
+        if column.count(None) < len(column):
+            columns[key] = column
     return columns
 
 
 def _measured(line: Mapping[str, float]) -> dict[str, float]:
     """The accuracies of a line, the one that curves show first; none without an evaluation."""
-    kinds = [kind for kind in ("eval/accuracy_sampled", "eval/accuracy") if kind in line]
-    if not kinds:
-        return {}
-    found = {"accuracy": line[kinds[0]]}
-    # The second is the greedy one, if both were measured.
-    found |= {kind: line[kind] for kind in kinds[1:]}
-    return found | {key: value for key, value in line.items() if key.startswith("eval/pass_")}
+    found: dict[str, float] = {}
+    for kind in ("eval/accuracy_sampled", "eval/accuracy"):
+        if kind in line:
+            # The second is the greedy one, if both were measured.
+            found[kind if found else "accuracy"] = line[kind]
+    for key, value in line.items() if found else ():
+        if key.startswith("eval/pass_"):
+            found[key] = value
+    return found
 
 
 def _spent(line: Mapping[str, float], cost: str) -> float:

@@ -104,11 +104,16 @@ class Runs:
 
     def __init__(self, lines: Sequence[Line], planned: Sequence[Key] = ()) -> None:
         """Args: planned: all runs of the study, so that those without a line are named too."""
+        # A run that was made again counts as it came out last.
         self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
         self._planned = list(dict.fromkeys([*planned, *self._lines]))
         self.worlds = list(dict.fromkeys(key[0] for key in self._planned))
-        calibrations = [line.get("calibration_s") for line in self._lines.values()]
-        self.calibrations = sorted(one for one in calibrations if one)
+        self.calibrations: list[float] = []
+        for line in self._lines.values():
+            # Lines of early studies have none.
+            if calibration := line.get("calibration_s"):
+                self.calibrations.append(calibration)
+        self.calibrations.sort()
         self._reference = statistics.median(self.calibrations) if self.calibrations else 1.0
 
     def arms(self, world: str) -> list[str]:
@@ -125,8 +130,13 @@ class Runs:
 
     def missing(self, world: str) -> Iterator[str]:
         """Yields the pairs of each arm that are not there: "GRPO: all", "RAPO: 0, 2 to 5"."""
-        every = list(dict.fromkeys(pair for place, _, pair in self._planned if place == world))
-        for arm in dict.fromkeys(arm for place, arm, _ in self._planned if place == world):
+        arms: dict[str, None] = {}
+        every: dict[int, None] = {}
+        for place, arm, pair in self._planned:
+            if place == world:
+                arms[arm] = None
+                every[pair] = None
+        for arm in arms:
             pairs = [pair for pair in every if (world, arm, pair) not in self._lines]
             if pairs:
                 yield f"{arm}: {'all' if len(pairs) == len(every) else ranges(pairs)}"
@@ -137,7 +147,10 @@ class Runs:
 
     def all_of(self, world: str) -> list[Line]:
         """Returns the runs of all arms of those pairs."""
-        return [line for arm in self.arms(world) for line in self.of(world, arm)]
+        found = []
+        for arm in self.arms(world):
+            found += self.of(world, arm)
+        return found
 
     def has(self, cost: str) -> bool:
         """Returns whether all runs recorded this cost."""
@@ -148,17 +161,22 @@ class Runs:
         """Returns the cost so far and the accuracy at each evaluation; the cost of the buffer
         comes first, at the accuracy of the start. The arms of a world share their warm-up."""
         name = CALLS if cost == WITH_BUFFER else cost
-        costs = [point.get(name, 0.0) for point in line["curve"]]
-        accuracies = [point["accuracy"] for point in line["curve"]]
         before = 0.0
         if cost == WITH_BUFFER:
             before = float(line.get("buffer", {}).get("calls", 0))
         if cost == SECONDS:
-            own = line.get("calibration_s") or self._reference
-            costs = [one * self._reference / own for one in costs]
             before = self.buffer_seconds(line)
+        costs = []
+        accuracies = []
+        for point in line["curve"]:
+            spent = point.get(name, 0.0)
+            if cost == SECONDS:
+                # A slow machine, or one with much other work, must not make a method dear.
+                spent = spent * self._reference / (line.get("calibration_s") or self._reference)
+            costs.append(before + spent)
+            accuracies.append(point["accuracy"])
         if before:
-            return [0.0, *(before + one for one in costs)], [accuracies[0], *accuracies]
+            return [0.0, *costs], [accuracies[0], *accuracies]
         return costs, accuracies
 
     def buffer_seconds(self, line: Line) -> float:
@@ -179,8 +197,9 @@ def rows(runs: Runs, world: str, question: Question) -> list[Row]:
         lines = runs.of(world, arm)
         at: dict[str, list[float | None]] = {}
         for name, cost, limits in budgets:
-            sides = zip(lines, limits, strict=True)
-            at[name] = [accuracy_at(*runs.curve(line, cost), limit) for line, limit in sides]
+            at[name] = []
+            for line, limit in zip(lines, limits, strict=True):
+                at[name].append(accuracy_at(*runs.curve(line, cost), limit))
         found.append(Row(arm=arm, lines=lines, last=[_end(line) for line in lines], at=at))
     return found
 
@@ -204,8 +223,10 @@ def _budgets(
             ends = []
             for arm in runs.arms(world):
                 ends.append([runs.curve(line, cost)[0][-1] for line in runs.of(world, arm)])
-            # A run that spends none of it says nothing about what is affordable.
-            least = [min(filter(None, of_pair), default=0.0) for of_pair in zip(*ends, strict=True)]
+            least = []
+            for of_pair in zip(*ends, strict=True):
+                # A run that spends none of it says nothing about what is affordable.
+                least.append(min(filter(None, of_pair), default=0.0))
             yield f"at equal {name}", cost, least
 
 
@@ -225,8 +246,10 @@ def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test
         for other in arms:
             if other != primary:
                 found.append(_test(runs, world, (primary, other), column, cost, limits))
+        # One family of tests is the arms of one world at one budget, as the protocol says.
         corrected = holm([one.p for one in found])
-        made += [replace(one, p_holm=p) for one, p in zip(found, corrected, strict=True)]
+        for one, p in zip(found, corrected, strict=True):
+            made.append(replace(one, p_holm=p))
     return made
 
 
@@ -241,19 +264,25 @@ def _test(
     ours = []
     theirs = []
     places = []
-    for first, second, limit in zip(*(runs.of(world, arm) for arm in arms), limits, strict=True):
+    differences = []
+    num_short = 0
+    lines = (runs.of(world, arms[0]), runs.of(world, arms[1]))
+    for first, second, limit in zip(*lines, limits, strict=True):
         one, other, place = _compared(runs, first, second, limit, cost)
         ours.append(one)
         theirs.append(other)
         places.append(place)
+        differences.append(one - other)
+        num_short += place < limit
     p = permutation_test(ours, theirs)
     return Test(
         column=column,
         other=arms[1],
-        differences=[one - other for one, other in zip(ours, theirs, strict=True)],
-        num_short=sum(place < limit for place, limit in zip(places, limits, strict=True)),
+        differences=differences,
+        num_short=num_short,
         place=statistics.fmean(places),
         p=p,
+        # Until all tests of the column are there.
         p_holm=p,
     )
 
@@ -306,18 +335,28 @@ def markdown(
 
 
 def _about(runs: Runs) -> Iterator[str]:
-    lines = [line for world in runs.worlds for line in runs.all_of(world)]
-    dates = sorted({line["date"] for line in lines if "date" in line})
-    machines = sorted({str((line.get("machine") or {}).get("cpu", "")) for line in lines} - {""})
-    commits = sorted({str(line["commit"])[:7] for line in lines if line.get("commit")})
+    dates = set()
+    machines = set()
+    commits = set()
+    is_dirty = False
+    for world in runs.worlds:
+        for line in runs.all_of(world):
+            if "date" in line:
+                dates.add(line["date"])
+            machines.add(str((line.get("machine") or {}).get("cpu", "")))
+            if line.get("commit"):
+                commits.add(str(line["commit"])[:7])
+            is_dirty |= bool(line.get("is_dirty"))
+    # Some machines do not say what they are.
+    machines.discard("")
     said = []
     if dates:
-        said.append(" to ".join(dict.fromkeys([dates[0], dates[-1]])))
+        said.append(" to ".join(dict.fromkeys([min(dates), max(dates)])))
     if machines:
-        said.append(", ".join(machines))
+        said.append(", ".join(sorted(machines)))
     if commits:
-        said.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
-    if any(line.get("is_dirty") for line in lines):
+        said.append(f"commit{'s' * (len(commits) > 1)} {', '.join(sorted(commits))}")
+    if is_dirty:
         said.append("with changes that are not committed")
     if said:
         yield ", ".join(said) + "."
@@ -356,8 +395,11 @@ def _by_accuracy(found: Sequence[Row]) -> list[Row]:
     calls = _first_calls(found)
     if calls is None:
         return list(found)
-    reached = [row for row in found if None not in row.at[calls]]
-    short = [row for row in found if None in row.at[calls]]
+    reached = []
+    short = []
+    for row in found:
+        # A mean at a budget that some runs did not reach would be one of chosen pairs.
+        (short if None in row.at[calls] else reached).append(row)
     reached.sort(key=lambda row: -statistics.fmean(one or 0.0 for one in row.at[calls]))
     short.sort(key=lambda row: -statistics.fmean(row.last))
     return reached + short
@@ -368,7 +410,10 @@ def _first_calls(found: Sequence[Row]) -> str | None:
 
 
 def _table(found: Sequence[Row], columns: Columns) -> list[str]:
-    return [*table(list(columns), [[cell(row) for cell in columns.values()] for row in found]), ""]
+    body = []
+    for row in found:
+        body.append([cell(row) for cell in columns.values()])
+    return [*table(list(columns), body), ""]
 
 
 def _arm_columns(
@@ -386,7 +431,10 @@ def _arm_columns(
     # The first primary arm that has runs in this world.
     primary = next((one for one, own in made.items() if own), None)
     if is_brief and calls is not None and primary is not None:
-        there = {one.other: one for one in made[primary] if one.column == calls}
+        there = {}
+        for one in made[primary]:
+            if one.column == calls:
+                there[one.other] = one
         columns[f"{primary} minus this arm"] = lambda row: _difference(there.get(row.arm))
     columns["at the end"] = lambda row: _interval(row.last)
     if baseline is not None:

@@ -76,7 +76,8 @@ def predicted_rates(
 
 def _calibrated(predicted: Floats, own: Floats, rates: Floats, weights: Floats) -> Floats:
     """All predictions on the least-squares line from those of the references to their rates."""
-    centre, level = (np.average(column, weights=weights) for column in (own, rates))
+    centre = np.average(own, weights=weights)
+    level = np.average(rates, weights=weights)
     spread = float(np.average((own - centre) ** 2, weights=weights))
     if spread < 1e-12:
         return predicted
@@ -175,21 +176,26 @@ class Difficulty(Epochs):
         num = self._settings.num_references
         if not num or not self._is_first(number):
             return ()
-        keys = [
-            (keyed.keyed_int(self._seed, "references", number, n), n)
-            for n in range(len(self._tasks))
-        ]
-        return [self._tasks[n] for _, n in sorted(keys)[:num]]
+        # By a key of each task, so that a resumed run draws the same ones.
+        ranked = sorted(
+            range(len(self._tasks)),
+            key=lambda n: keyed.keyed_int(self._seed, "references", number, n),
+        )
+        return [self._tasks[n] for n in ranked[:num]]
 
     def label(self, number: int, trees: Sequence[Tree]) -> None:
         """Replaces the known rates by those that the trees of the reference set show."""
-        rewards = {tree.task.id: own for tree in trees if (own := _own_rewards(tree))}
-        self._seen = {
-            name: _Seen(math.fsum(own), float(len(own)), number) for name, own in rewards.items()
-        }
+        self._seen = {}
+        rates = []
+        for tree in trees:
+            # A tree whose rollouts all had help tells nothing of what the agent can do.
+            if own := _own_rewards(tree):
+                self._seen[tree.task.id] = _Seen(math.fsum(own), float(len(own)), number)
+                rates.append(fmean(own))
+        # The order of this update was made by the old rates.
         self._order = (0, [])
-        if rewards:
-            self._metrics["sampler/reference_rate"] = fmean(map(fmean, rewards.values()))
+        if rates:
+            self._metrics["sampler/reference_rate"] = fmean(rates)
         self._metrics["sampler/num_references"] = float(len(trees))
 
     def draw(
@@ -218,19 +224,20 @@ class Difficulty(Epochs):
     def estimates(self, number: int) -> Floats | None:
         """Returns [tasks] d before an update; None where no rollout has been seen yet."""
         own = self._settings
-        decayed = {name: one.at(number, DECAY) for name, one in self._seen.items()}
-        known = [
-            (self._places[name], one)
-            for name, one in decayed.items()
+        places = []
+        sums = []
+        counts = []
+        for name, seen in self._seen.items():
+            one = seen.at(number, DECAY)
             # What is as good as forgotten would become 0 / 0.
-            if name in self._places and one.weight > 1e-9
-        ]
-        if not known:
+            if name in self._places and one.weight > 1e-9:
+                places.append(self._places[name])
+                sums.append(one.total)
+                counts.append(one.weight)
+        if not places:
             return None
-        places = [place for place, _ in known]
-        totals, weights = (
-            np.array([getattr(one, name) for _, one in known]) for name in ("total", "weight")
-        )
+        totals = np.array(sums)
+        weights = np.array(counts)
         found = np.full(len(self._tasks), float(totals.sum() / weights.sum()))
         if self._encoder is not None:
             if self._vectors is None:
@@ -284,8 +291,10 @@ _HELPED = GraftCause | RestartCause | RetryCause | StoredCause
 
 def _own_rewards(tree: Tree) -> list[float]:
     """The rewards of rollouts that the agent made without help, each taken between 0 and 1."""
-    return [
-        min(1.0, max(0.0, path.reward))
-        for path in tree.trajectories()
-        if path.reward is not None and not any(isinstance(one.cause, _HELPED) for one in path.steps)
-    ]
+    found = []
+    for path in tree.trajectories():
+        is_helped = any(isinstance(step.cause, _HELPED) for step in path.steps)
+        if path.reward is not None and not is_helped:
+            # A rate is a share of successes, and rewards such as RAPO's begin at -1.
+            found.append(min(1.0, max(0.0, path.reward)))
+    return found
