@@ -103,6 +103,7 @@ class ChatClient:
         """
         import openai
 
+        # Some servers refuse empty lists.
         lists: dict[str, Any] = {}
         if stop:
             lists["stop"] = list(stop)
@@ -114,6 +115,7 @@ class ChatClient:
                     model=self._model,
                     messages=_encodable(messages),
                     temperature=temperature,
+                    # Not max_completion_tokens, which many compatible servers do not know.
                     max_tokens=max_tokens,
                     seed=seed,
                     **lists,

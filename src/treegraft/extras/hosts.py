@@ -40,6 +40,7 @@ class Host(NamedTuple):
     @property
     def only(self) -> tuple[Only, ...]:
         """The settings that have to keep their value."""
+        # The reasons name the trainer.
         common = (Only(one.name, one.value, one.why.format(self.name)) for one in COMMON)
         return (*common, *self.own)
 
@@ -48,10 +49,12 @@ class Host(NamedTuple):
         for one in self.only:
             self.refuse_other(one, value_of(config, one.name))
         for name, field in type(config.loss).model_fields.items():
+            # A plugin's factor at its default changes no loss.
             default = field.get_default(call_default_factory=True)
             if name not in KNOWN_LOSS:
                 why = f"{self.name}'s loss has no such factor"
                 self.refuse_other(Only(f"loss.{name}", default, why), getattr(config.loss, name))
+        # The default; the trainer has an engine of its own to take its place.
         if config.engine.kind != "native":
             raise SettingError(
                 f"engine.kind: got '{config.engine.kind}', expected 'native' inside {self.name},"
@@ -111,6 +114,7 @@ class Host(NamedTuple):
                 self.refuse_other(one, got)
         for name, (value, source) in derived.items():
             got = select(name)
+            # None, 0 and an empty table all mean "off" in these trainers.
             if got != value and (got or value):
                 raise SettingError(
                     f"{name}: got {got!r}, expected {value!r} by {source} of the recipe. Change it"
@@ -141,6 +145,7 @@ class Host(NamedTuple):
                 f" explore.num_leaves = {size}: {self.name} fixes the rows of a group. Raise it.",
                 code="host-tree-too-wide",
             )
+        # One row a leaf: shared tokens are repeated, whose loss weighs the same (law 19).
         rows = leaf_rows([tree], config)
         for row in rows:
             pairs = zip(row.temperatures, row.loss_mask, strict=True)

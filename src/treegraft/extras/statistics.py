@@ -28,6 +28,7 @@ Interval = tuple[float, float]
 def bootstrap_interval(values: Values, *, level: float = LEVEL) -> Interval | None:
     """Returns the percentile bootstrap interval of the mean; of differences of pairs it is the
     paired bootstrap. With few values it is somewhat too narrow; one value has none."""
+    # Resampling one value gives that value.
     if len(values) < 2:
         return None
     found = stats.bootstrap(

@@ -29,6 +29,7 @@ class AccelerateTracker:
         PartialState()
         tracked = Tracked.of(run_dir)
         settings = tracked.settings()
+        # As each tracker itself does, which accelerate does not.
         project = os.environ.get(f"{kind.upper()}_PROJECT") or "treegraft"
         with _silent():
             self._tracker: Any = LOGGER_TYPE_TO_CLASS[kind](**_OPTIONS[kind](project, tracked))

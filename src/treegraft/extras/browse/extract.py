@@ -37,6 +37,7 @@ class ExtractPool(WorkerPool):
         """Starts the first process in the background, since that takes seconds."""
         script = Path(__file__).with_name("worker.py")
         super().__init__(script, NUM_WORKERS, task="reads pages", package="trafilatura")
+        # trafilatura imports slowly.
         self.start()
 
     def read(self, page: Page, query: str) -> Found:

@@ -13,6 +13,7 @@ GAP = "[...]"
 def choose(text: str, query: str, num: int, max_chars: int) -> list[str]:
     """Returns the `num` best passages of at most `max_chars` characters in their order, with `GAP`
     where others stood; empty where there is no text."""
+    # All at once: BM25 counts words over the whole page.
     passages = list(cut(text, max_chars))
     shown = []
     last = -1

@@ -93,6 +93,7 @@ class MarkedAgent:
         self._rule = options.get("answer")
         self._max_context = options.get("max_context")
         ends = options.get("end_ids")
+        # A model may have several ends, such as a chat's end of turn.
         found = [tokenizer.eos_token_id] if ends is None else ends
         self._end_ids = {one for one in found if one is not None}
         every = [marks.call, *([marks.answer] if marks.answer else [])]
@@ -100,6 +101,7 @@ class MarkedAgent:
         self._action = re.compile(either, re.DOTALL)
         texts = [one.strip() for pair in (*every, marks.result) for one in pair]
         texts += filter(str.strip, getattr(tokenizer, "all_special_tokens", ()))
+        # Else a page could close a result and go on as the agent.
         self._forged = re.compile("|".join(map(re.escape, texts)), re.IGNORECASE)
         self.stop: tuple[str, ...] = (marks.call[1],) if tools else ()
         self.final: tuple[str, ...] = (marks.answer[1],) if marks.answer else ()
@@ -116,6 +118,7 @@ class MarkedAgent:
         text = f"{self._prompt}{question}"
         if QUESTION in self._prompt:
             text = self._prompt.replace(QUESTION, question)
+        # Base models have none, and read the prompt as it is.
         if self._tokenizer.chat_template:
             turn = [{"role": "user", "content": text}]
             text = self._tokenizer.apply_chat_template(
@@ -140,6 +143,7 @@ class MarkedAgent:
         if found is None:
             if not has_ended:
                 return Read(StepContent(thought=text.strip()))
+            # Search-o1 has no marks for an answer: what ends is one.
             if self._marks.answer is None:
                 return Read(StepContent(answer=text.strip()))
             return Read(StepContent(thought=text.strip()), "ended without a search or an answer")
@@ -194,6 +198,7 @@ class MarkedAgent:
             raise ValueError(f"a step has one call of '{TOOL}' or an answer; got neither alone.")
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
+            # Its end, as the agent itself writes it.
             ids = [*ids, self._tokenizer.eos_token_id]
         own: interfaces.Span = (tuple(ids), Origin.POLICY)
         if not content.observations:
@@ -210,6 +215,7 @@ class MarkedAgent:
         return tuple(ids if max_tokens is None else ids[max(0, len(ids) - max_tokens) :])
 
     def _broken(self, text: str) -> str:
+        # Half a surrogate pair cannot be encoded as tokens.
         clean = text.encode("utf-8", "replace").decode("utf-8")
         return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", clean)
 

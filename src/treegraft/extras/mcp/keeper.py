@@ -52,6 +52,7 @@ def main(parent: int, command: list[str]) -> int:
                 if pid != server.pid:
                     with suppress(ChildProcessError):
                         os.waitpid(pid, os.WNOHANG)
+    # Its parent was killed: nobody else would end the server.
     if os.getppid() != parent:
         os.killpg(0, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -46,6 +46,7 @@ class _Tables(Settings):
 def _wrong(config: Any) -> Iterator[Contradiction]:
     servers: list[McpSettings] = config.tools.mcp
     names = [server.name for server in servers]
+    # Messages name a server by it alone.
     if len(set(names)) < len(names):
         text = f"tools.mcp: got servers named {names}, expected each name once."
         yield Contradiction(("tools.mcp",), text)

@@ -61,6 +61,7 @@ class BalancedBranching(EntropyBranching):
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns Z further children where the rule says so, else 0 with the numbers it saw."""
         first = path.steps[1]
+        # Counted anew from the path: an explorer has no state between calls.
         in_a_row = 0
         key = path.noise_key
         for before, step in pairwise(path.steps[1:]):
@@ -102,6 +103,7 @@ class BalancedBranching(EntropyBranching):
         wanted = num_global_rollouts(self._changes(tree), max_leaves, weight=BUDGET_WEIGHT)
         if (more := wanted - sum(step.parent == tree.root.id for step in tree.steps)) > 0:
             return Start(min(missing, more))
+        # At most half, so that the rest can still branch.
         return Start(min(wanted, (missing + 1) // 2))
 
     def _changes(self, tree: Tree) -> list[float]:

@@ -53,6 +53,7 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
     values: list[float] = []
     counts: list[float] = []
     for tree in trees:
+        # A shared token weighs as often as trajectories learn from it, as if they were apart.
         below = dict.fromkeys((step.id for step in tree.steps), 0)
         for path in tree.trajectories():
             for step in path.steps if path.leaf.has_loss else ():
@@ -61,6 +62,7 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
             values += step.entropies.tolist()
             counts += (below[step.id] * step.loss_mask).tolist()
     scores = standardised(np.asarray(values, np.float64), np.asarray(counts, np.float64))
+    # Below 0 a factor would turn a good token's advantage into a penalty.
     factors = np.maximum(0.0, 1.0 + weight * scores)
     found = []
     place = 0

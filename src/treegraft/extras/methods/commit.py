@@ -92,10 +92,12 @@ class CommitBranching(Independent):
         succeeded = [(path.reward or 0.0) >= MIN_REWARD for path in members]
         num_left = max_leaves - len(tree.leaves)
         if any(succeeded):
+            # The second stage comes once: these are signs of it, or of a round of retries.
             has_more = len(tree.leaves) > own.num_starts or any(path.is_retry for path in members)
             return Start(0 if has_more or all(succeeded) else min(own.num_more, num_left))
         if num_left < 1:
             return Start(0)
+        # What failed once is not begun the same way again.
         tried = {step.cause.beside for step in tree.steps if isinstance(step.cause, RetryCause)}
         return self._stops(members, tried, num_left) or self._calls(members, tried, num_left)
 
@@ -105,6 +107,7 @@ class CommitBranching(Independent):
         """Answers in place of the calls of the rollout with the most, the last call first."""
         if not members or not self._settings.answers:
             return []
+        # An answer there exists already, and was wrong.
         answered = {path.steps[-1].parent for path in members if _has_answered(path)}
         longest = min(members, key=lambda path: (-path.num_tool_calls, path.steps[-1].ordinals))
         steps = []
@@ -164,6 +167,7 @@ class CommitBranching(Independent):
     ) -> Iterator[tuple[int, ...]]:
         """Different beginnings of the tree's own steps of a kind, up to the first token that is not
         the one of `step`, those after the most results first; none if its thought is kept."""
+        # Then the format forces the mark alone.
         if self._settings.form == "kept":
             return
         steps = {one.id: one for path in members for one in path.steps[1:] if _is_own(one)}

@@ -54,6 +54,7 @@ def step_weighted_advantages(
 def compared(members: Sequence[Trajectory], eps: float) -> Floats:
     """Returns [members] `step_weighted_advantages` of their rewards."""
     rewards = [path.leaf.reward or 0.0 for path in members]
+    # Steps of others, such as stored ones, are no rows of the policy.
     counts = [sum(step.num_sampled > 0 for step in path.steps) for path in members]
     return step_weighted_advantages(rewards, counts, eps=eps)
 
@@ -83,6 +84,7 @@ def state_advantages(
         for step in path.steps[1:]:
             if step.num_sampled:
                 shown.append((seen, step.id))
+            # The results alone: the prompt is the same for all members.
             seen = tuple(one.text for one in step.content.observations)
         returns = discounted_returns(path.leaf.reward or 0.0, len(shown), discount)
         for (state, name), value in zip(shown, returns, strict=True):

@@ -77,6 +77,7 @@ class UniformPrefix(Independent):
     ) -> Sequence[Start]:
         """Returns all leaves at once; later those that are missing, at the prompt."""
         best = self.best(stored)
+        # Nothing is stored for some tasks; they get ordinary rollouts.
         if tree.leaves or best is None:
             return [Start(max_leaves - len(tree.leaves))]
         own = self.starts(max_leaves)
@@ -101,6 +102,7 @@ class WholeTrajectory(UniformPrefix):
         """Returns all leaves at once; later those that are missing, at the prompt."""
         if tree.leaves:
             return [Start(max_leaves - len(tree.leaves))]
+        # A trajectory that was cut off has no answer to be rewarded.
         whole = [number for number in self.usable(stored) if stored[number].has_answer]
         chosen = whole[: self._settings.num_restarts]
         own = Start(max_leaves - len(chosen))
@@ -121,6 +123,7 @@ def _wrong(config: Any) -> Iterator[Contradiction]:
     explore = config.explore
     if "prefix" not in explore.explorers:
         return
+    # Refused rather than guessed.
     if "graft" in explore.explorers:
         yield Contradiction(
             ("explore.explorers",),

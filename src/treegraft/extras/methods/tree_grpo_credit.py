@@ -31,6 +31,7 @@ def forest_advantages(
     owners = np.asarray(starts)
     advantages = group_advantages(values, eps=eps)
     for start in np.unique(owners):
+        # A start with one leaf adds 0.
         advantages[owners == start] += group_advantages(values[owners == start], eps=eps)
     return advantages
 

@@ -23,6 +23,7 @@ class Printed:
 
     def add(self, text: str) -> None:
         """Keeps as much of `text` as there is room for."""
+        # Only so much is stored: code can print more than memory holds.
         kept = text[: self._max_chars - self._num_kept]
         if kept:
             self._parts.append(kept)

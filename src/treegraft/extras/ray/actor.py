@@ -77,6 +77,7 @@ def refuse_other(where: str, seen: Mapping[str, str], place: Place) -> None:
     """Raises `SettingError` for a machine with other versions or code, or that does not see the
     run's folders."""
     own = place.alike
+    # Other versions round otherwise, and the trees would depend on the machine.
     for name in ("python", "torch", "transformers", "treegraft"):
         if seen[name] != own[name]:
             raise SettingError(
@@ -119,6 +120,7 @@ def value_of(reply: str) -> Any:
     found = json.loads(reply)
     if "error" not in found:
         return found["value"]
+    # By name, since nothing of ours is pickled.
     kind = getattr(errors, found["error"], TreegraftError)
     raise kind(found["text"], code=found["code"])
 
@@ -207,7 +209,9 @@ class EngineActor:
         place = self.place
         where = f"{self.name} on {socket.gethostname()}"
         refuse_other(where, look(place.token), place)
+        # Relative paths of a recipe, such as its corpus, begin there.
         os.chdir(place.cwd)
+        # Import paths of a recipe, such as a tool of the user's.
         sys.path.extend(one for one in place.path if one not in sys.path)
         config = Config.model_validate_json(place.config)
         opening = assemble_engine(alone(config), model_path=place.model_path)
@@ -282,6 +286,7 @@ class _Collector(logging.Handler):
         self._said = said
 
     def emit(self, record: logging.LogRecord) -> None:
+        # A tool that warns at each call must not fill the memory.
         if len(self._said) < MAX_LOGGED:
             self._said.append(plain(record.getMessage(), 1000))
 

@@ -36,6 +36,7 @@ def lasting(checkpoint: Path) -> Iterator[Path]:
     it, when the run may have removed the checkpoint."""
     # The next start removes a folder of this name that a killed process has left.
     copy = checkpoint.with_name(f".{checkpoint.name}.actors.partial")
+    # Twice the size of the weights, and no engine reads it.
     leave_out = shutil.ignore_patterns("optimiser*")
     shutil.rmtree(copy, ignore_errors=True)
     try:

@@ -39,4 +39,5 @@ def num_engines(config: Any) -> int:
     """Returns the number of engines of a run."""
     settings = cluster_settings(config)
     gpus = settings.server_gpus
+    # One vLLM engine has the eight GPUs of a machine, a native one has one.
     return settings.engines or max(1, -(-gpus // 8) if config.engine.kind == "vllm" else gpus)

@@ -85,6 +85,7 @@ class Supervisor:
             TreegraftError: one that cannot be opened, or not within START_S.
         """
         self.engines = list(engines)
+        # All at once: each loads its weights, for minutes.
         await asyncio.gather(*map(self._first, self.engines))
         self.max_context = self._opened[0]["max_context"]
         self._tasks = [asyncio.create_task(self._keep(one)) for one in self.engines]
@@ -122,6 +123,7 @@ class Supervisor:
                 with suppress(ray.exceptions.RayError, TimeoutError, TreegraftError):
                     async with asyncio.timeout(CLOSE_S):
                         value_of(await member.handle.close.remote())
+            # An actor out of reach may live on, and would hold its GPU.
             ray.kill(member.handle)
 
         await asyncio.gather(*map(end, self.engines))
@@ -182,6 +184,7 @@ class Supervisor:
         """Gives an engine the weights that are due."""
         async with _within(self.config.engine.deadline_s, "it did not take the weights"):
             found = value_of(await member.handle.publish.remote(*due))
+        # Law 7.
         if found and due.fingerprint and found != due.fingerprint:
             raise errors.EngineError(
                 f"its weights have checksum {found}, expected {due.fingerprint}",
@@ -225,11 +228,13 @@ class Supervisor:
         Raises:
             EngineError: no engine took them within engine.deadline_s.
         """
+        # `due` is replaced below.
         former = self.due
         fingerprint = source.fingerprint
         loaded = set() if former.edition else {found["fingerprint"] for found in self._opened}
         if fingerprint and former.fingerprint == fingerprint:
             pieces = former.pieces
+        # At the start every engine has read these weights from the checkpoint.
         elif loaded == {fingerprint}:
             pieces = []
         else:
@@ -271,6 +276,7 @@ class Supervisor:
         import ray
 
         faults = list[str]()
+        # A tree whose tool ends its process would kill one engine after another.
         while len(faults) < MAX_DEATHS:
             member = await self._free()
             member.num_trees += 1

@@ -49,6 +49,7 @@ def corpus_path(corpus: str) -> Path:
         )
     path = os.path.expanduser(os.path.expandvars(corpus))
     if not os.path.isfile(path):
+        # What is left of a variable after expansion.
         unset = re.search(r"\$\{?\w+\}?", path)
         near = f" Check tools.search.corpus.{errors.nearest_file(Path(path))}"
         hint = f" The variable {unset.group()} is not set." if unset else near

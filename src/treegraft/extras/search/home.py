@@ -68,6 +68,7 @@ def find_or_make(
     state = corpus.stat()
     is_small = state.st_size <= SMALL_BYTES
     content = checksum(corpus) if is_small else f"{state.st_size} {state.st_mtime_ns}"
+    # Another encoder or layout has a folder of its own, so that old indexes stay usable.
     named = json.dumps([content, dict(recipe)], sort_keys=True)
     folder = home / hashlib.blake2b(named.encode(), digest_size=8).hexdigest()
     if (folder / _RECORD).exists():

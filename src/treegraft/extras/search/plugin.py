@@ -35,6 +35,7 @@ class Provider:
         if self.answer_box:
             # The direct answer to a question often stands in none of the results.
             box = answer.get(self.answer_box) or {}
+            # Serper has the one or the other, by the kind of question.
             if box.get("answer") or box.get("snippet"):
                 yield box.get(title), box.get(address), box.get("answer") or box.get("snippet")
         found = answer
@@ -93,6 +94,7 @@ def findings(config: Any) -> Iterator[Finding]:
     if "search" not in config.tools.use:
         return
     if search.kind in ("bm25", "dense"):
+        # Looked at alone: reading a corpus of 14 GB is no check.
         path = os.path.expanduser(os.path.expandvars(search.corpus))
         note = ""
         if "$" in path:

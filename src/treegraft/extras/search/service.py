@@ -104,6 +104,7 @@ class Service:
                 f"{self.name} refuses the query: {status} {beginning}".strip(),
                 code="service-refuses",
             )
+        # Redirects too: a POST that follows one would become a GET.
         if status != 200:
             raise ToolUnavailable(
                 f"{self.name} answered with an error{_HINTS.get(status, '')}:"

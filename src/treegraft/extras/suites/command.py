@@ -95,6 +95,7 @@ def _judge(url: str, model: str | None) -> JudgeSettings:
     from treegraft.extras.chat import served_model
     from treegraft.extras.suites.judge import JudgeSettings
 
+    # From the environment, since a command line can be read by other users.
     key = os.environ.get(JUDGE_KEY)
     name = model or served_model(url, key, option="--judge", model_option="--judge-model")
     return JudgeSettings(url=url, model=name, api_key=key)
@@ -132,6 +133,7 @@ def _run_suite(
             " the same command goes on.",
             to_stderr=True,
         )
+        # After the numbers so far are printed.
         raise interrupt.Ended(result.stopped_by)
 
 

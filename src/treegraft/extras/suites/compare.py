@@ -67,6 +67,7 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
     """
     folders = [EvalFolder(before), EvalFolder(after)]
     held = [folder.asked()["sets"] for folder in folders]
+    # One of the two may have been extended by further sets since.
     common = [name for name in held[0] if name in held[1]]
     if not common:
         raise errors.CheckpointError(
@@ -119,11 +120,13 @@ def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
 def _compare_set(
     name: str, trees: Sequence[Sequence[Tree]], verdicts: Sequence[Verdicts | None]
 ) -> tuple[SetComparison, list[float]]:
+    # Both sides have verdicts, or none has.
     measure = main_measure(SETS[name], verdicts[0])
     before, after = (
         item_means(own, main_score(measure, said))
         for own, said in zip(trees, verdicts, strict=True)
     )
+    # Items flip by correctness, also where the score is F1.
     shares_before, shares_after = (
         item_means(own, correctness(measure, said))
         for own, said in zip(trees, verdicts, strict=True)

@@ -60,6 +60,7 @@ class EvalFolder:
         if path.is_dir() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
             held = found["sets"]
+            # Before anything is written, so that a refused call leaves the folder as it was.
             folder._refuse_changed(found["asked"], asked)
             for name in held.keys() & wanted.keys():
                 # Where a set was read from may change, its items may not.
@@ -75,11 +76,13 @@ class EvalFolder:
                 " another folder with --into.",
                 code="evaluation-not-made",
             ) from error
+        # Two processes would run the same items and mix their lines.
         folder._lock.claim()
         try:
             # Only after the lock: another process may be writing that very line.
             for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
                 files.LineFile(lines).drop_cut()
+            # Sets of earlier calls stay in the list, with their trees.
             data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
             files.write_atomically(
                 folder._asked_path,
@@ -194,6 +197,7 @@ class EvalFolder:
         Raises:
             CheckpointError: the report is damaged.
         """
+        # An evaluation that was never finished has been judged by nobody.
         if not self.report_path.exists():
             return None
         try:

@@ -77,6 +77,7 @@ def parse_verdict(reply: str) -> Verdict:
     """Returns the verdict of a reply: its last line must be "VERDICT: CORRECT" or "VERDICT:
     INCORRECT", to the letter."""
     known = {f"VERDICT: {one.name}": one for one in (Verdict.CORRECT, Verdict.INCORRECT)}
+    # The reason comes first, since a verdict before it would be one without thought.
     last = (reply.strip().splitlines() or [""])[-1].strip()
     # Two different verdicts are none: the judge may have quoted one from the answer.
     is_clear = len(set(_LINE.findall(reply))) == 1
@@ -134,6 +135,7 @@ class Judge:
         """
         model = self.settings.model
         pairs = {key: pair for pair in asked if (key := verdict_key(model, *pair)) not in known}
+        # More at once would only wait in the server's queue, against their deadlines.
         gate = asyncio.Semaphore(self.settings.max_concurrent)
         done = 0
 
@@ -169,6 +171,7 @@ class Judge:
             # Raised below: an exception raised here would come out wrapped in a group.
             refusal = next(error for error in failures.exceptions if isinstance(error, ChatError))
         finally:
+            # The event loop ends with this call, and connections belong to it.
             await self._client.close()
         if refusal is not None:
             raise errors.EngineError(

@@ -44,6 +44,7 @@ class Interval:
 
         found = cls.over(values)
         if {*values} in ({0.0}, {1.0}):
+            # An interval of no width would claim that all further items end the same.
             return cls(found.mean, *wilson(found.mean, len(values)))
         return found
 
@@ -157,13 +158,16 @@ def main_measure(rule: SetRule, verdicts: Verdicts | None, group_measure: str = 
     Args:
         group_measure: of the set in a paper's group; empty for the set's own.
     """
+    # RAPO and ARPO measure some sets differently.
     measure = group_measure or rule.measure
+    # Equal mathematics is decided by rule, with or without a judge.
     return "match" if measure == "math" or (measure == "judge" and verdicts is None) else measure
 
 
 def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], float]:
     """Returns the main score of a trajectory, 0..1."""
     if measure == "f1":
+        # A failed trajectory has no parts, and counts as wrong.
         return lambda path: path.leaf.reward_parts.get("f1", 0.0)
     is_correct = correctness(measure, verdicts)
     return lambda path: float(is_correct(path))
@@ -231,6 +235,7 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         tool_calls_mean=num_calls / len(paths),
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
         sampled_tokens_mean=fmean(sum(path.sampled_mask) for path in paths),
+        # Of all calls, those of wrong trajectories too.
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
         levels=_levels(trees, score),
         notes=list(one.notes),
@@ -282,6 +287,7 @@ def suite_numbers(
     Raises:
         ValueError: none has.
     """
+    # A stop may have come before the first item of a set.
     begun = {one.name: one for one in sets if trees[one.name]}
 
     def mean(names: Iterable[str], group: str = "") -> Interval:
@@ -289,6 +295,7 @@ def suite_numbers(
         scores = []
         for name in names:
             measure = main_measure(begun[name].rule, verdicts, own.get(name, ""))
+            # Item by item: sets weigh alike in the mean, however many items they have.
             scores.append(item_means(trees[name], main_score(measure, verdicts)))
         return Interval.over(*scores)
 

@@ -57,6 +57,7 @@ class Sampling(NamedTuple):
         """
         settings = config.eval
         most = config.engine.max_rows
+        # The papers' pass@1.
         if settings.greedy:
             return cls(1, 0.0)
         if not 1 <= settings.num_samples <= most:
@@ -120,6 +121,7 @@ def evaluate_suite(
         as_papers=any(one.strip() in MEASURES for one in plan.suite.split(",")),
     )
     subject = str(agent.config.model.path if checkpoint is None else checkpoint)
+    # In the run folder, so that the evaluation goes along with its copies.
     at = plan.into or default_folder(subject, agent.model_path)
     folder = EvalFolder.open(at, asked_of(agent, sampling), sets)
     try:
@@ -155,12 +157,14 @@ def default_folder(subject: str, place: Path | str | None) -> Path:
     command runs."""
     if isinstance(place, Path) and place.parent.name == "checkpoints":
         return place.parent.parent / "evals" / place.name
+    # A hub id, "pypi:PACKAGE" or a folder, of which the last part is a name for a folder.
     return Path("evals") / subject.rstrip("/").replace(":", "-").rpartition("/")[2]
 
 
 def asked_of(agent: measuring.Subject, sampling: Sampling) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
     own = {"samples": sampling.num_samples, "temperature": sampling.temperature}
+    # The judge is none of it: trees can be judged again by another.
     return agent.facts() | own
 
 
@@ -235,9 +239,11 @@ class _Suite:
 
     async def _run_set(self, name: str, left: Sequence[Task], parts: measuring.Parts) -> None:
         num_items = next(len(one.tasks) for one in self._sets if one.name == name)
+        # The display counts items of earlier calls too.
         num_before = num_items - len(left)
 
         def keep(done: int, tree: Tree) -> None:
+            # On the disk first: after a crash an item without a line runs again.
             self._folder.add_tree(name, tree)
             self.trees[name][tree.task.id] = tree
             self._display.phase(name, num_before + done, num_items, str(self._agent.watch))

@@ -124,6 +124,7 @@ def parse_names(text: str) -> dict[str, str | None]:
             for member in GROUPS[name]:
                 chosen.setdefault(member, None)
         elif name in SETS and (source or not has_source):
+            # Named again without a file, a set stays with the file that it has.
             chosen[name] = source or chosen.get(name)
         else:
             raise SettingError(
@@ -201,6 +202,7 @@ def find_source(name: str, data_dir: Path | None) -> str:
             f" {name}.jsonl and the like.",
             code="set-folder-missing",
         )
+    # Sorted for the message: the order of a folder is the file system's.
     held = sorted(
         one.name for one in data_dir.iterdir() if one.suffix in readers.FILE_TYPES or one.is_dir()
     )
@@ -236,6 +238,7 @@ def read_set(
     number = -1
     for number, row in enumerate(readers.read_rows(source, "test")):
         if isinstance(row, readers.BadRow):
+            # Left out and counted: one bad row must not stop a set of thousands.
             defects.add("that cannot be read", number)
             continue
         columns |= set(row.values)
@@ -257,12 +260,14 @@ def read_set(
         # By a key of each task alone, so that rows added to the file do not reorder the others.
         tasks.sort(key=lambda task: keyed.keyed_int(shuffle_seed, "eval-order", task.id))
     notes = defects.sentences()
+    # Else a table of "500 items" might be one of fewer.
     if num is not None and num > len(tasks):
         notes.append(f"{len(tasks)} rows are all it has; {num} were asked for")
     return EvalSet(
         name=name,
         source=source,
         rule=rule,
+        # After the sort, so that a shuffled choice is one of the whole set.
         tasks=tuple(tasks[:num]),
         notes=tuple(notes),
         num_rows=len(tasks),
@@ -295,6 +300,7 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     reference = tuple(dict.fromkeys(filter(None, accepted)))
     if not reference:
         return "without a reference"
+    # Levels may be numbers or names, as in MATH and GAIA.
     category = "" if level is None or level[1] is None else str(level[1]).strip()
     # A bare number would not tell what it counts in a table.
     if category.isdigit():

@@ -31,6 +31,7 @@ def _print_table(
 ) -> None:
     table = commands.table(*columns, title_justify="left", **options)
     for row in rows:
+        # As texts: names of checkpoints and levels may hold rich's markup.
         table.add_row(*(Text(plain(str(cell))) for cell in row))
     console.print(table)
 
@@ -87,6 +88,7 @@ def _print_scores(report: SuiteNumbers, console: Console, title: Text) -> None:
 
 def _notes(one: SetNumbers) -> Iterator[str]:
     yield from one.notes
+    # Readers could take them for the agent's failures.
     if one.num_failed:
         yield (
             f"{one.num_failed} trajectories were lost to failures of ours and count as wrong; the"

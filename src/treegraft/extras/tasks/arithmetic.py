@@ -114,6 +114,7 @@ class ReasoningGym(OpenTasks):
         # A few tasks tell: expressions are a matter of the generator, not of the item.
         if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
             return ()
+        # Held-out questions must not be imitated.
         seen = {task.question for task in (*self._eval, *self._train)}
         tasks = self._draw("warmup", num, keyed.keyed_int("warmup", seed), seen)
         return tuple(task for task in tasks if self.expert(task, seed) is not None)
@@ -167,6 +168,7 @@ class ReasoningGym(OpenTasks):
                 item: Mapping[str, Any] = data[index]
             question = str(item["question"])
             answer = item.get("answer")
+            # Small generators repeat themselves; a question in two parts would leak.
             if question in seen:
                 continue
             seen.add(question)

@@ -59,6 +59,7 @@ class Teacher:
         the format, or there was no answer within the limits."""
         async with self._toolbox.sessions(task) as sessions:
             try:
+                # An environment may change the question, say by its first observation.
                 shown = await sessions.prepare(1)
                 session = await sessions.start(0).open()
                 attempt = await self._attempt(shown, sample, session)
@@ -80,6 +81,7 @@ class Teacher:
                 reply = await self._reply(messages, task, sample, number)
             except ChatError as error:
                 return replace(made, error=str(error), is_outage=self._is_outage(error))
+            # Also of attempts that fail, since they cost as much.
             read, written = made.num_tokens
             made = replace(
                 made,
@@ -108,6 +110,7 @@ class Teacher:
     async def _reply(
         self, messages: Sequence[Mapping[str, Any]], task: Task, sample: int, number: int
     ) -> ChatReply:
+        # By its place, so that a build that goes on makes the same requests.
         seed = keyed.keyed_int(self._seed, "endpoint", task.id, sample, number) % 2**31
         return await self._client.complete(
             messages,

@@ -26,6 +26,7 @@ class TagProtocol:
         self.stop: Sequence[str] = (*format.stop, *format.final)
         self.tools: Sequence[Message] = ()
         self._format = format
+        # "</search>" without its marks is the tag's name.
         names = "|".join(re.escape(tag[2:-1]) for tag in self.stop)
         self._opening = re.compile(f"<(?:{names})>")
 
@@ -61,6 +62,7 @@ class TagProtocol:
         ends = [text.find(tag) + len(tag) for tag in self.stop if tag in text]
         if ends:
             return text[: min(ends)]
+        # The last tag that was opened is the one that the server stopped at.
         opened = re.findall(r"<([a-z_]+)>", text)
         closing = f"</{opened[-1]}>" if opened else ""
         return text + closing if closing in self.stop and not reply.is_cut else text
@@ -116,6 +118,7 @@ class ToolCallProtocol:
                 fields.append({"id": name, "type": "function", "function": call})
             message = {"role": "assistant", "content": body.strip() or None, "tool_calls": fields}
             return StepContent(thought=_joined(thought, body), calls=calls), message
+        # Before the marks: what is cut may lack anything.
         if reply.is_cut:
             raise agents.Violation("cut at its limit of tokens")
         if agents.THINK_OPENING in body:

@@ -95,6 +95,7 @@ def _of_training(config: Config) -> dict[str, Derived]:
     learn = config.learn
     model = config.model
     schedule: str = learn.schedule
+    # TRL's "constant" ignores the warm-up.
     if schedule == "constant" and learn.lr_warmup_steps:
         schedule = "constant_with_warmup"
     return {
@@ -110,6 +111,7 @@ def _of_training(config: Config) -> dict[str, Derived]:
         "beta": Derived(loss.kl_coef, "loss.kl_coef"),
         # Treegraft's KL term has no ratio, and TRL's holds RAPO's shaping.
         "use_bias_correction_kl": Derived(False, "loss.kl_coef"),
+        # The advantages are ours, and divided already.
         "scale_rewards": Derived("none", "credit.advantage"),
         "num_iterations": Derived(learn.num_epochs, "learn.num_epochs"),
         "learning_rate": Derived(learn.lr, "learn.lr"),
@@ -147,6 +149,7 @@ def grpo_config(
     """
     config = load_config(recipe)
     check_recipe(config)
+    # GRPOConfig would raise a TypeError without a hint.
     for name in trl_arguments:
         if name not in GRPOConfig.__dataclass_fields__ and name != "gradient_checkpointing":
             raise SettingError(
@@ -156,6 +159,7 @@ def grpo_config(
         trl_arguments[CHECKPOINTING] = trl_arguments.pop("gradient_checkpointing")
     uses_vllm = bool(trl_arguments.get("use_vllm"))
     given = {name: one.value for name, one in derived(config, uses_vllm=uses_vllm).items()}
+    # TRL computes in bfloat16 by autocast, over weights in float32.
     given["bf16"] = config.model.dtype == "bfloat16"
     args = GRPOConfig(**(given | _batches(config, trl_arguments) | trl_arguments))
     check_arguments(config, args)
@@ -164,6 +168,7 @@ def grpo_config(
 
 def _batches(config: Config, given: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that are not given, so that a step holds the trees of an update."""
+    # By torchrun's variable: accelerate does not know it before GRPOConfig is made.
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     leaves = config.explore.num_leaves
     own = config.run.tasks_per_update * leaves // num_processes
@@ -230,6 +235,7 @@ def _check_batches(config: Config, args: GRPOConfig) -> None:
             " recipe; whole trees have to lie on each process.",
             code="trl-trees",
         )
+    # One process sees all trees of an update.
     if num_processes > 1:
         HOST.check_alone(config, f"on {num_processes} processes")
 

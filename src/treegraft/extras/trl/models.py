@@ -20,6 +20,7 @@ def with_model(config: Config, model: Any) -> Config:
         return config
     if isinstance(model, str):
         return _changed(config, path=model)
+    # The engine samples by plain weights, which would be another policy.
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
         raise SettingError(
             "model: got a quantised one, expected float32 or bfloat16 weights.",
@@ -69,6 +70,7 @@ def same_tokenizer(given: Any, own: Any) -> Any:
         SettingError: the given one differs from the recipe's.
     """
     if given is None:
+        # TRL sets padding on it, which our formats must not see.
         return copy.deepcopy(own)
     same = (
         hasattr(given, "get_vocab")

@@ -28,6 +28,7 @@ def tree_rows(trees: Sequence[Tree], config: Config) -> list[Row]:
     for tree in trees:
         counting = {row.leaf_id: row for row in HOST.rows(tree, config)}
         leaves = [counting.get(leaf.step_id) for leaf in tree.leaves]
+        # Also a filler has the prompt of its tree, since TRL groups rows by place.
         prompt_ids = tree.steps[0].token_ids.tolist()
         rows += [Row(prompt_ids, one) for one in leaves + [None] * (size - len(leaves))]
     return rows
@@ -66,6 +67,7 @@ def coefficients(rows: Sequence[Row], config: Config, sums: Tensor) -> Tensor:
         sums: of all processes, see `own_sums`.
     """
     tokens, groups = (float(one) for one in sums.clamp(min=1e-12))
+    # As in our own learner.
     constant = config.loss.length_constant or config.rollout.max_completion_tokens
 
     def coefficient(row: LeafRow) -> float:

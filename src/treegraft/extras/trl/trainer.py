@@ -102,6 +102,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             adapts = bool(config.model.lora.rank or peft_config)
             dtype = loaded_dtype(given, config, adapts=adapts)
             args.model_init_kwargs = {**given, "dtype": dtype}
+        # Closed by `close`, by the end of `train`, or with the trainer.
         self._held = ExitStack()
         self._asks_vllm = bool(args.use_vllm)
         self._rows: list[Row] = []
@@ -125,6 +126,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 optimizers=optimizers,
                 peft_config=lora_config(config, peft_config),
             )
+        # After accelerate is set up, which knows how weights are divided.
         self._refuse_shards()
         if self._asks_vllm:
             self._join_vllm()
@@ -239,14 +241,17 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         number = self._number
         leaves = self.recipe.explore.num_leaves
         if self._of_update:
+            # Now, not when they were grown: no tree may find its own steps.
             self._session.remember(self._of_update, number - 1)
         self._publish()
         tasks = self._session.tasks
         with self._awake():
+            # TRL repeats a prompt once for each of its rows.
             own = [tasks[place] for place in places[::leaves]]
             self.trees = list(self._session.credit(self._session.sample(number, own)))
         self._rows = tree_rows(self.trees, self.recipe)
         self._of_update = self._of_all(self.trees, number)
+        # One process writes.
         if self.accelerator.is_main_process:
             metrics = self._session.pop_metrics(self._of_update)
             for name, value in metrics.items():
@@ -263,6 +268,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return
         generation.llm.wake_up(tags=["kv_cache"])
         yield
+        # Weights too: TRL loads them again before it samples.
         generation.llm.sleep(level=2)
         generation._llm_weights_sleeping = True
 
@@ -276,6 +282,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             own = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
             own = own.to(self.accelerator.device)
             sizes = self.accelerator.gather(torch.tensor([len(own)], device=own.device)).tolist()
+            # Gathered tensors must be of one size.
             padded = torch.nn.functional.pad(own, (0, max(sizes) - len(own)))
             parts = self.accelerator.gather(padded).view(len(sizes), -1).cpu()
             path.write_bytes(

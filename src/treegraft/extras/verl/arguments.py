@@ -135,6 +135,7 @@ def arguments(recipe: Path | str, changes: Sequence[str]) -> list[str]:
         given["+treegraft.changes"] = list(changes)
     given |= {name: one.value for name, one in derived(config).items()}
     # Of this one verl's own configuration has no entry to change.
+    # "++" adds an entry where hydra would refuse an unknown one.
     given[f"++{_MANAGER}"] = given.pop(_MANAGER)
     return [f"{name}={_written(value)}" for name, value in given.items()]
 
@@ -149,6 +150,7 @@ def _written(value: Any) -> str:
 def check_recipe(config: Config) -> None:
     """Raises `SettingError` for a recipe with a setting that verl's loss or loop cannot have."""
     HOST.check_recipe(config)
+    # verl has several workers as a rule, and their number is not known here.
     HOST.check_alone(config, "with its workers")
     if config.run.tasks_per_update % config.learn.num_minibatches:
         raise SettingError(

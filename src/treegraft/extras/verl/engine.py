@@ -33,6 +33,7 @@ class _Dated(served.Draft):
         self.versions: set[int] = set()
 
     def completion(self, version: int) -> Completion:
+        # Law 15: one version writes a whole completion.
         if len(self.versions) > 1:
             raise errors.EngineError(
                 f"engine: a completion is by the weights of steps {sorted(self.versions)}, expected"
@@ -80,6 +81,7 @@ class ServerEngine(served.ServerEngine):
         return _Dated(self._stops, self.end_ids, request, limit, self._kind)
 
     async def _ask(self, draft: Any) -> served.TokenReply:
+        # More requests would wait in verl's queue and miss their deadline.
         async with self._places:
             asked = draft.next()
             self._num_requests += 1
@@ -131,6 +133,7 @@ class ServerEngine(served.ServerEngine):
 
 def _drawing(sampling: Any) -> Mapping[str, Any]:
     """The parameters that say how a token is drawn; filters are an evaluation's."""
+    # They are off in training, where rows need the policy's own probabilities.
     own = sampling.filters
     return {
         "temperature": sampling.temperature,

@@ -52,7 +52,9 @@ class Keeper:
     async def learned(self, number: int) -> dict[str, float]:
         """Records the trees of a step, adds the best to the buffer where the recipe says so, and
         returns the metrics of the trees; after learning, so that no tree finds its own steps."""
+        # Sorted: workers finish in any order, and records shall not depend on it.
         trees = sorted(self._trees.pop(number, []), key=lambda tree: tree.group_id)
+        # Before the metrics, which count what was added.
         self._session.remember(trees, number)
         metrics = self._session.pop_metrics(trees) if trees else {}
         kept = trees if self._config.track.record_trees else []

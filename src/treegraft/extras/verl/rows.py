@@ -51,6 +51,7 @@ def tree_rows(tree: Tree, config: Config) -> list[LeafRow]:
         SettingError: more leaves than verl has rows for, or a token that was sampled at another
             temperature than verl scores it at.
     """
+    # A leaf without a token has nothing that verl could score.
     return [row for row in HOST.rows(tree, config) if row.completion_ids]
 
 
@@ -72,6 +73,7 @@ def factors(facts: Sequence[Facts | None], config: Config, *, num_rows: int) -> 
     real = [one for one in facts if one is not None]
     tokens = sum(one.weight * one.num_denominator for one in real)
     num_loss = sum(one.num_loss for one in real)
+    # Groups whose leaves all failed have no row, and count nowhere.
     groups = len({one.group for one in real})
 
     def factor(one: Facts) -> float:
@@ -107,6 +109,7 @@ def minibatches(
     for start in range(0, len(keys) // num_leaves, at_once):
         rows = [place for group in groups[start : start + at_once] for place in group]
         missing = size - len(rows)
+        # verl cuts a batch by numbers of rows, so failed leaves have to be filled up.
         rows += padding[:missing]
         del padding[:missing]
         yield rows

@@ -50,6 +50,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
             )
         self.recipe = load_config(recipe, list(select("treegraft.changes") or ()))
         check_recipe(self.recipe)
+        # Before verl starts any worker, which takes minutes.
         check_arguments(self.recipe, select)
         with open_dict(config):
             # Other machines need not see the file.
@@ -83,6 +84,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
             )
         size = self._rows_of_minibatch
         rollout = self.config.actor_rollout_ref.rollout
+        # verl would pad to the number of ranks alone.
         whole = int(self.config.data.train_batch_size) * int(rollout.n)
         batch = upsample_batch_to_divisible_size(batch, whole, self.tokenizer.eos_token_id)
         workload = calculate_workload(torch.tensor([tag["seq_len"] for tag in batch.tags]))
@@ -123,6 +125,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
             None if tag.get("is_padding", False) else Facts(**extra[FACTS])
             for tag, extra in zip(batch.tags, list(data["extra_fields"]), strict=True)
         ]
+        # The recipe decides whose probabilities the ratio is taken over.
         by_engine = self.recipe.loss.old_logprobs == "engine"
         old = rows_of(data["rollout_log_probs" if by_engine else "old_log_probs"])
         masks = rows_of(data["response_mask"])

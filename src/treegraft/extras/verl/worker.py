@@ -54,6 +54,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
         )
         parts = self._session.parts
         self._tasks = {task.id: task for task in (*parts.train_tasks, *parts.eval_tasks)}
+        # An environment may bound how many sessions are open.
         at_once = parts.num_trees_at_once(self.recipe.explore.num_leaves)
         self._free = asyncio.Semaphore(min(self.recipe.rollout.max_live_trees, at_once))
 
@@ -110,6 +111,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
             await self._put(prompt, number, tree, row, {}, validates=True)
 
     async def _grown_to_measure(self, task: Task, sampling: dict[str, Any], num: int) -> Tree:
+        # Evaluation never branches (law 11).
         grower = self._session.parts.grower(Independent())
         temperature = float(sampling["temperature"])
         filters = grower.limits.filters
@@ -119,6 +121,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
         grower.limits = replace(
             grower.limits, temperature=temperature, num_leaves=num, filters=filters
         )
+        # Two measurements of one step must not share their noise.
         kind = "sampled" if temperature else "greedy"
         key = (self.recipe.run.seed, f"eval-{kind}")
         (tree,) = await grower.grow_all(

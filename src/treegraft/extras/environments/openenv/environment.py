@@ -57,6 +57,7 @@ class OpenEnvEnvironments:
         self.name = f"openenv at {self.options.url}"
         self.capability = settings.capability_without_fork("an OpenEnv server copies no sessions")
         self._url = addresses.expanded(self.options.url, "environment.options").rstrip("/")
+        # Steps go over the socket; plain HTTP has no session.
         scheme = "wss" if self._url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self._url.split('://', 1)[-1]}/ws"
         self.calls: dict[str, tuple[str | None, interfaces.Signature]] = {}
@@ -118,6 +119,7 @@ class OpenEnvEnvironments:
                 code="openenv-not-there",
             ) from error
         names = [str(one["name"]) for one in listed]
+        # Before the run: a misspelt name would leave the agent without its tool.
         if unknown := sorted(set(self.options.tools) - set(names)):
             raise SettingError(
                 f"environment.options: tools names {unknown}; the server offers"

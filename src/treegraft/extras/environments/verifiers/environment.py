@@ -280,6 +280,7 @@ def _playable(env: Any, taskset: str) -> list[str]:
     methods = (getattr(task_type, name, None) for name in dir(task_type))
     scores = any(getattr(method, "reward", False) is True for method in methods)
     reason = None
+    # A game of two needs two policies.
     if len(names) != 1:
         reason = f"has the agents {', '.join(names)}, expected one"
     elif type(env).__name__ == "SingleAgentEnv":

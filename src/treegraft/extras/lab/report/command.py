@@ -94,6 +94,7 @@ def write_report(records: Sequence[Record], out: Path, *, baseline: str | None =
 
 def data_of(records: Sequence[Record], baseline: str | None) -> Data:
     """Returns what the figures of these runs are drawn from. Raises as `write_report` does."""
+    # First, so that a missing package is reported before anything is written.
     import matplotlib  # noqa: F401
 
     if not any(record.lines for record in records):
@@ -139,6 +140,7 @@ def draw_figures(
             except NoData as error:
                 missing.append(f"no {name}: {error}")
                 continue
+            # Without the date the same runs give the same bytes.
             quiet = {"Date": None, "Creator": None}
             one.drawing.savefig(folder / f"{name}.svg", metadata=quiet)
             one.drawing.savefig(folder / f"{name}.png", metadata={"Software": None}, dpi=200)

@@ -129,6 +129,7 @@ def panels_of(num_rows: int, num_columns: int, heights: Sequence[float]) -> tupl
 def printable(text: str, width: int = 40) -> str:
     """Returns foreign text as a figure can hold it: control characters visible, in lines of some
     length, three at most."""
+    # matplotlib writes SVG in UTF-8, which half a surrogate pair has not.
     clean = plain(text).encode("utf-8", "replace").decode("utf-8").replace("\n", " ")
     return "\n".join(textwrap.wrap(clean, width)[:3])
 
@@ -145,6 +146,7 @@ def _draw_curves(
 ) -> None:
     """Means over the x axis with their intervals; each has a look and a label."""
     for look, label, points in curves:
+        # Eight markers are enough to distinguish curves; one a point would hide them.
         every = max(1, len(points) // 8)
         places = [point.x for point in points]
         means = [point.mean for point in points]
@@ -169,9 +171,11 @@ def _add_legend(drawing: Any, panels: Sequence[Axes]) -> None:
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    # One curve is named by the title.
     if len(handles) > 1:
         longest = max(map(len, handles))
         columns = max(1, min(len(handles), 118 // (min(longest, 40) + 8)))
+        # Room for the lines of the legend, which would take it from the panels.
         drawing.set_figheight(drawing.get_figheight() + 0.17 * -(-len(handles) // columns))
         drawing.legend(handles.values(), handles, loc="outside upper center", ncols=columns)
 
@@ -293,6 +297,7 @@ def final_accuracy(data: Data) -> Figure:
         for place, one in enumerate(groups):
             bar = one.final(key)
             assert bar is not None, "it has the key"
+            # The baseline less itself is 0 by construction.
             gains = one.gains(base, key) if base is not None and one is not base else []
             mean, interval = student(gains) if gains else (None, None)
             colour = data.look(one.label)["color"]
@@ -326,6 +331,7 @@ def _finish_bars(left: Axes, right: Sequence[Axes], world: str, labels: Sequence
     places = range(len(labels))
     left.set_title(printable(world))
     left.set_yticks(places, [printable(label, 26) for label in labels])
+    # Room for the number to the right of the bar.
     left.set_xlim(0, 1.24)
     left.set_xticks([0, 0.25, 0.5, 0.75, 1])
     left.set_xlabel("held-out accuracy (%)")

@@ -101,6 +101,7 @@ class Group:
         """Returns for each seed that both have the difference of their accuracies, at the last
         update that both evaluated. Runs of one seed share tasks and initial weights, so their
         difference has less variance."""
+        # Seeds pair runs, as in tables of studies.
         by_seed = {one.seed: one.values(key) for one in base.records}
         found = []
         for record in self.records:
@@ -123,6 +124,7 @@ def group(records: Sequence[Record]) -> list[Group]:
     for (world, _), members in by_key.items():
         label = members[0].label or _UNNAMED.sub("", members[0].name)
         labels[world, label] += 1
+        # Two groups may have one name if their settings differ.
         if labels[world, label] > 1:
             label = f"{label} ({labels[world, label]})"
         found.append(Group(label, world, tuple(members)))
@@ -144,6 +146,7 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
     those on their runs."""
     found = []
     for one in groups:
+        # A label of the user's joins runs whatever their settings.
         if pooled := differing(one.records):
             more = f" and {len(pooled) - 4} more" if len(pooled) > 4 else ""
             found.append(

@@ -48,6 +48,7 @@ class Record:
 
     def spent(self, cost: str) -> dict[int, float]:
         """Returns by update the sum of a cost until then; lines without it count as 0."""
+        # Figures show what was spent until a point, and lines hold what each update took.
         totals = accumulate(line.get(cost, 0.0) for line in self.lines)
         return {int(line["update"]): sum for line, sum in zip(self.lines, totals, strict=True)}
 
@@ -63,6 +64,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
     labels: dict[Path, str | None] = {}
     for typed in paths:
         label, path = split_label(typed)
+        # By the real path: a link is the same run.
         if labels.setdefault(path.resolve(), label) != label:
             raise DataError(
                 f"'{path}' is given with two labels; a run belongs to one. Give it once.",
@@ -77,6 +79,7 @@ def read_records(paths: Sequence[str]) -> list[Record]:
 def split_label(typed: str) -> tuple[str | None, Path]:
     """Returns label and path of LABEL=PATH, (None, path) if the whole is a path."""
     label, sign, rest = typed.partition("=")
+    # A folder may have "=" in its name.
     if not sign or not label.strip() or Path(typed).exists():
         return None, Path(typed)
     return label.strip(), Path(rest)
@@ -109,6 +112,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
         seed=settings.get("run.seed"),
         settings={name: value for name, value in settings.items() if name not in LABELS},
         lines=[_with_repeated(line) for line in lines],
+        # Wilson's interval needs the number of tasks.
         num_eval=num_eval if isinstance(num_eval, int) and num_eval > 0 else None,
         notes=notes,
     )
@@ -168,6 +172,7 @@ def _metrics_of(line: Line) -> list[MetricsLine]:
             if key == "update" or key.startswith("eval/"):
                 own[key] = value
             elif key not in columns:
+                # Costs of a curve are sums so far; a record has those of each update.
                 own[key] = value - before.get(key, 0.0)
                 before[key] = value
     for key, column in columns.items():

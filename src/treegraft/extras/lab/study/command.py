@@ -93,6 +93,7 @@ def study(
 
     The same command resumes a stopped study. Results are one line a run.
     """
+    # Each prints something else to the same place.
     modes = {"--lines": as_lines, "--table": table, "--check": check}
     mode = next((name for name, value in modes.items() if value), "")
     if mode:
@@ -102,6 +103,7 @@ def study(
         commands.refuse_idle(context, "without --table", "--brief", "--baseline")
     file = file if file.is_file() else _shipped(file)
     plan = make_plan(file, smoke=smoke, only=only or (), pairs=pairs)
+    # Results are in git next to the study; runs are not.
     beside = file.parent / (plan.study.results or f"{file.stem}.jsonl")
     # Studies that share their results share warm-ups and buffers.
     place = out or Path("runs") / (f"{file.stem}-smoke" if smoke else beside.stem)
@@ -149,6 +151,7 @@ def _run(plan: Plan, place: Path, results: Path, workers: int, minutes: float | 
     commands.say(f"{results}: {ran.num_done} of {counted(ran.num_done + ran.num_left, 'run')} done")
     if ran.num_left:
         commands.say("the same command goes on with the others")
+    # The exit status of a signal, so that scripts stop too.
     if ran.stopped_by is not None:
         raise interrupt.Ended(ran.stopped_by)
     if ran.failures:

@@ -143,7 +143,9 @@ class StudyFile(_Table):
         own = self.arms[name]
         if own.base is None:
             return own
+        # `_circles` has refused bases that lead back here.
         base = self.arm(own.base)
+        # Not what tuning took: that is of each arm alone.
         given = {one: getattr(own, one) for one in own.model_fields_set}
         whole = {one: getattr(base, one) for one in ("command", "buffer")}
         settings = recipe.merged(base.settings, own.settings)
@@ -180,12 +182,14 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
 
 def _checked(data: Mapping[str, Any], path: Path) -> StudyFile:
     try:
+        # As JSON and strictly: "3" for a number is a mistake.
         study = StudyFile.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         faults = []
         for one in error.errors():
             faults.append(f"{path}: {_fault(one['type'], one['loc'], one['msg'], one['input'])}")
         text = "\n".join(faults)
+        # A code of its own, as for unknown settings of a recipe.
         if any(one["type"] == "extra_forbidden" for one in error.errors()):
             raise SettingError(text, code="unknown-setting") from error
         raise SettingError(text, code="study-invalid") from error
@@ -220,6 +224,7 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
             f"'results': got {shown(study.results)}; expected the name of a file that ends"
             " in .jsonl."
         )
+    # `only` may name both kinds.
     every = {**study.worlds, **study.arms}
     used: list[tuple[str, str | None, Collection[str], str]] = []
     used += [("only", one, every, "worlds] and [arms") for one in study.only]
@@ -265,6 +270,7 @@ def _buffer_wrong(name: str, made: Buffer) -> Iterator[str]:
     """A sentence if the keys of a buffer contradict each other."""
     if (made.source is None) != (made.maker == ""):
         yield f"'buffers.{name}': got one of source and maker; expected both, or none."
+    # A setting without effect is an error, as in a recipe (law 10).
     idle = made.model_fields_set & {"settings", "samples", "keep", "min_reward"}
     if made.source is not None and idle:
         yield f"'buffers.{name}.{min(idle)}' would have no effect: it is made from a buffer."

@@ -22,6 +22,7 @@ Tables = Mapping[str, Any]
 LABELS = ("run.name", "run.dir", "run.seed")
 """Settings that tell runs of one method apart."""
 _WORK = ("run.num_threads", "model.", "tasks.", "format.", "tools.", "environment.", "reward.")
+# Stored warm-ups and buffers are found by these names, so an added one makes all of them anew.
 _LIMITS = (
     "rollout.max_completion_tokens",
     "rollout.max_agent_steps",
@@ -128,6 +129,7 @@ def make_plan(
     num_pairs = study.pairs if pairs is None else pairs
     worlds = _chosen(study.worlds, only, study.only)
     arms = _chosen(study.arms, only, study.only)
+    # Who names arms wants those alone.
     removed = () if any(name in study.arms for name in only) else study.removed
     runs = []
     gone = set()
@@ -193,6 +195,7 @@ class _Planner:
         place = path.parent / study.recipe
         try:
             self._recipe = recipe.read_based(place if place.is_file() else Path(study.recipe))
+            # The study has a smoke test of its own.
             self._recipe.pop(SMOKE, None)
         except SettingError as error:
             raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
@@ -209,6 +212,7 @@ class _Planner:
         buffer = None if own.buffer is None else self._buffer(own.buffer, world, pair, warmup)
         loaded = self._of_run(world, arm, is_warm=warmup is not None)
         is_used = buffer is not None or loaded.reads_buffer
+        # Whose steps are retrieved is said by the buffer's settings, not by the run's.
         source = loaded.config if buffer is None else buffer.config
         shown = {}
         for name in self._differing:
@@ -221,6 +225,7 @@ class _Planner:
                 told.pop(name, None)
         seed = self._study.first_seed + pair
         needed = [one and one.fingerprint for one in (warmup, buffer)]
+        # Names of arms and worlds are no part of it: renaming one must not make its runs anew.
         fingerprint = _hash([own.command or "train", seed, told, *needed])
         return RunPlan(
             title=f"{arm}, {world}, pair {pair}",
@@ -247,10 +252,12 @@ class _Planner:
         return loaded
 
     def _tables(self, *more: Tables) -> dict[str, Any]:
+        # Sums over several threads depend on their number, and workers have one each.
         own = {"run": {"num_threads": 1}}
         return recipe.merged(own, self._recipe, self._study.settings, *more)
 
     def _load(self, tables: Tables, where: str) -> _Loaded:
+        # A study of 20 arms and 10 pairs would check the same settings ten times.
         if where in self._loaded:
             return self._loaded[where]
         try:
@@ -301,6 +308,7 @@ class _Planner:
                 f" in the recipe or in [warmups.{name}.settings.warmup].",
                 code="nothing-to-imitate",
             )
+        # A seed of its own, so that all arms of a pair begin with the same weights.
         seed = study.first_warmup_seed + pair
         fingerprint = _hash(["warmup", seed, loaded.told_of(OF_WARMUP)])
         return WarmupPlan(
@@ -356,6 +364,7 @@ def _sources() -> set[str]:
 
 
 def _hash(parts: Any) -> str:
+    # Sorted, since the order of settings has changed between versions.
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

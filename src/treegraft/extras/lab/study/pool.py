@@ -63,10 +63,12 @@ class Pool:
 
     def start(self, job: Any) -> None:
         """Begins a job."""
+        # One pipe a process: a worker that is killed while it writes would break a shared one.
         ours, theirs = self._context.Pipe()
         arguments = (theirs, self._function, job)
         process = self._context.Process(target=_work, args=arguments, daemon=True)
         process.start()
+        # Our copy of it: else the pipe would stay open when the worker has ended.
         theirs.close()
         self._workers[ours] = (job, process)
 
@@ -88,6 +90,7 @@ class Pool:
         trains saves its state first."""
         yield from self.outcomes(0.0)
         for _, process in self._workers.values():
+            # A worker that trains saves on SIGTERM, as on Ctrl-C.
             process.terminate()
         deadline = time.monotonic() + END_S
         while self._workers and (left_s := deadline - time.monotonic()) > 0:

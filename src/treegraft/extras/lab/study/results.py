@@ -37,6 +37,7 @@ def read_results(path: Path) -> list[Line]:
         for number, text in files.LineFile(path).lines():  # noqa: B007
             line = json.loads(text)
             # Files of 0.7 and 0.8 also have lines of default settings and of runs that failed.
+            # They say nothing of a finished run.
             if "defaults_of" in line or "error" in line:
                 continue
             _check(line)
@@ -54,11 +55,13 @@ def read_results(path: Path) -> list[Line]:
 
 def _check(line: Line) -> None:
     line["world"], line["method"], line["seed"]
+    # Tables read its first and its last point.
     if not line["curve"]:
         raise ValueError("an empty curve")
     for point in line["curve"]:
         point["update"], point["accuracy"]
         for value in point.values():
+            # A text or a list would fail only in the middle of a table.
             float(value)
 
 
@@ -88,6 +91,7 @@ def lines_of(plan: Plan, path: Path) -> list[Line]:
     lines = []
     for run in plan.runs:
         if run.key in found:
+            # The stored settings are those that the study named when the line was written.
             lines.append({**found[run.key], "settings": dict(run.shown)})
     return lines + removed_runs(path, plan.removed)
 
@@ -111,6 +115,7 @@ def mixed_pairs(lines: Iterable[Line]) -> list[int]:
         warmup = (line.get("warmup") or {}).get("fingerprint")
         if warmup and line.get("weights"):
             weights[line["seed"], warmup].add(line["weights"])
+    # More than one checksum of one warm-up in one pair.
     return sorted({pair for (pair, _), own in weights.items() if len(own) > 1})
 
 
@@ -158,12 +163,14 @@ _OF_PLAN = (
 def repair(path: Path, runs: Sequence[RunPlan]) -> None:
     """Removes a last line that a crash cut off, and adds the lines of runs that are equal to one
     that has its line, also under the name of another study's arm."""
+    # Before lines are added, which would continue the cut one.
     files.LineFile(path).drop_cut()
     known = known_runs(path, runs)[0]
     by_fingerprint = {line.get("fingerprint"): line for line in read_results(path)}
     for run in runs:
         if run.key not in known and run.fingerprint in by_fingerprint:
             same = by_fingerprint[run.fingerprint]
+            # The results are the same, but world, arm and pair are those of this run.
             own = {name: value for name, value in same.items() if name not in _OF_PLAN}
             add_results(path, [run], own)
 
@@ -192,6 +199,7 @@ def curve(
         for cost in COSTS:
             spent[cost] += _spent(line, cost)
         if measured := _measured(line):
+            # The imitation's last step is update 0, which the run evaluates again.
             if points and points[-1]["update"] == line["update"]:
                 points.pop()
             points.append({"update": line["update"], **measured, **spent})
@@ -210,6 +218,7 @@ def by_update(lines: Sequence[Mapping[str, float]]) -> Line:
     Args:
         lines: of metrics.jsonl; that of update 0 is left out.
     """
+    # Update 0 has the evaluation and the imitation before training.
     lines = [line for line in lines if line["update"] > 0]
     columns: Line = {"update": [int(line["update"]) for line in lines]}
     for key in BY_UPDATE:

@@ -51,6 +51,7 @@ def locked(results: Path) -> Iterator[None]:
 
     try:
         results.parent.mkdir(parents=True, exist_ok=True)
+        # To append: another study may share the file.
         lock = results.open("a")
     except OSError as error:
         raise errors.StorageError(
@@ -94,6 +95,7 @@ def run_study(
     """
     out = out.resolve()
     with locked(results):
+        # Under the lock, since it may remove a line.
         repair(results, plan.runs)
         known, num_others = known_runs(results, plan.runs)
         for run in plan.runs:
@@ -108,6 +110,7 @@ def run_study(
         missing: dict[str, RunPlan] = {}
         for run in plan.runs:
             if run.key not in known:
+                # An arm without a buffer is one run in worlds that differ in the expert alone.
                 missing.setdefault(run.fingerprint, run)
         work = _Work(plan, out, results, missing, dict(facts or {}) | commit_of(), say)
         return work.carry_out(workers, minutes)
@@ -131,6 +134,7 @@ class _Work:
         self._waiting: list[Job] = []
         for run in missing.values():
             for one in _in_order(run):
+                # Arms and worlds share warm-ups and buffers.
                 if all(other.fingerprint != one.fingerprint for other in self._waiting):
                     self._waiting.append(one)
         self._failed: dict[str, str] = {}
@@ -152,6 +156,7 @@ class _Work:
             )
         finally:
             try:
+                # Also after a fault of ours: what was done by then is saved.
                 for outcome in pool.end():
                     self._take(outcome)
             except KeyboardInterrupt:
@@ -172,6 +177,7 @@ class _Work:
 
     def _loop(self, pool: Pool, budget_s: float | None) -> None:
         while True:
+            # Looked at before each start: a run that has begun goes on to its end.
             is_open = budget_s is None or time.monotonic() - self._began < budget_s
             while is_open and pool.has_room and (job := self._next()) is not None:
                 self._running.add(job.fingerprint)
@@ -184,6 +190,7 @@ class _Work:
     def _next(self) -> Job | None:
         """The first job that can begin; those whose needs have failed are given up."""
         for job in list(self._waiting):
+            # Else a failed warm-up would leave the study waiting for ever.
             causes = [one for one in job.needs if one.fingerprint in self._failed]
             if causes:
                 self._waiting.remove(job)
@@ -225,6 +232,7 @@ def _in_order(job: Job) -> Iterator[Job]:
 def _tidy(run_dir: Path, keep: str) -> None:
     """Removes what is not to be kept of a finished run, whose line is on the disk."""
     if keep == "none":
+        # A study has hundreds of runs, whose checkpoints would fill the disk.
         shutil.rmtree(run_dir, ignore_errors=True)
     elif keep == "last":
         for name in ("trees", "buffer"):

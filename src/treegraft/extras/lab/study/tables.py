@@ -31,6 +31,7 @@ WITH_BUFFER = "calls with the buffer's"
 """A cost of its own: executed calls after those that the buffer's trajectories hold."""
 NAMES: Mapping[str, str] = {CALLS: "calls", WITH_BUFFER: WITH_BUFFER, SECONDS: "CPU s"}
 """Costs at which arms are compared, as columns call them."""
+# The tables of the protocol were printed with it, so it stays.
 RISE = 0.2
 """By so much accuracy a run has left its start."""
 SPREAD = 1.05
@@ -53,6 +54,7 @@ class Question:
 
     def baseline_of(self, arms: Sequence[str]) -> str:
         """Returns the baseline of a world with these arms: the first of them if it lacks ours."""
+        # A world that was added for one question may lack the study's baseline.
         return self.baseline if self.baseline in arms else arms[0]
 
 
@@ -73,6 +75,7 @@ class Row:
 
     def tuning(self, count: str) -> float:
         """Returns what choosing its settings took."""
+        # The same for all pairs: settings are chosen once for an arm.
         return float(self.lines[0].get("tuning", {}).get(count, 0.0))
 
 
@@ -114,6 +117,7 @@ class Runs:
             if calibration := line.get("calibration_s"):
                 self.calibrations.append(calibration)
         self.calibrations.sort()
+        # The median, since one calibration on a busy machine would shift all seconds.
         self._reference = statistics.median(self.calibrations) if self.calibrations else 1.0
 
     def arms(self, world: str) -> list[str]:
@@ -126,6 +130,7 @@ class Runs:
         for place, arm, pair in self._lines:
             if place == world:
                 found.setdefault(arm, set()).add(pair)
+        # Paired tests need every arm of a pair; a study under way has pairs that lack some.
         return sorted(set.intersection(*found.values())) if found else []
 
     def missing(self, world: str) -> Iterator[str]:
@@ -189,6 +194,7 @@ class Runs:
 
 def rows(runs: Runs, world: str, question: Question) -> list[Row]:
     """Returns the rows of a world, in the order of its arms; none if no pair is complete."""
+    # The heading says that no pair is complete yet.
     if not runs.pairs(world):
         return []
     budgets = list(_budgets(runs, world, question))
@@ -237,8 +243,10 @@ def tests(runs: Runs, world: str, question: Question, primary: str) -> list[Test
     """Returns a primary arm against each of the others, at the end and at each budget: pair by
     pair at the budget, or at the less that both runs spent."""
     arms = runs.arms(world) if runs.pairs(world) else []
+    # A primary arm need not run in every world of its study.
     if primary not in arms:
         return []
+    # At the end no budget cuts a run short.
     endless = [math.inf] * len(runs.pairs(world))
     made: list[Test] = []
     for column, cost, limits in [("last", "", endless), *_budgets(runs, world, question)]:
@@ -291,6 +299,7 @@ def _compared(
     runs: Runs, ours: Line, theirs: Line, limit: float, cost: str
 ) -> tuple[float, float, float]:
     """The accuracies of two runs at a budget, or at the less that both spent, and that place."""
+    # The column "last" has no budget.
     if not cost:
         return _end(ours), _end(theirs), limit
     own = runs.curve(ours, cost)
@@ -325,6 +334,7 @@ def markdown(
         made = {primary: tests(runs, world, question, primary) for primary in question.primary}
         baseline = question.baseline_of(runs.arms(world))
         gained = baseline if with_baseline or not (is_brief and made) else None
+        # After the tests, whose order is that of the study.
         found = _by_accuracy(found)
         lines += _table(found, _arm_columns(found, made, gained, is_brief=is_brief))
         if not is_brief:
@@ -376,6 +386,7 @@ def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
         f"**{world}**, {pairs}" if found else f"**{world}**: no pair is complete for all arms yet."
     ]
     lines.append("")
+    # Else a table over few pairs would look like one over all.
     if missing := list(runs.missing(world)):
         said = "Pairs that are not there: " + ". ".join(missing) + "."
         lines += [*textwrap.wrap(said, LINE, break_on_hyphens=False), ""]
@@ -392,6 +403,7 @@ def _heading(runs: Runs, world: str, found: Sequence[Row]) -> list[str]:
 def _by_accuracy(found: Sequence[Row]) -> list[Row]:
     """The arms that reached the first budget of calls first, by their accuracy there; then the
     others, by their accuracy at the end."""
+    # Calls are the cost that the protocol compares at; seconds depend on the machine.
     calls = _first_calls(found)
     if calls is None:
         return list(found)
@@ -444,6 +456,7 @@ def _arm_columns(
     if is_brief:
         columns["calls"] = _own_and_buffers_calls
         return columns
+    # Studies with several samples a question have pass@k too.
     for key in found[0].lines[0]["curve"][-1]:
         if key.startswith("eval/pass_"):
             title = key.removeprefix("eval/").replace("_at_", "@").replace("_", " ")
@@ -455,6 +468,7 @@ def _cost_columns(runs: Runs, found: Sequence[Row]) -> Columns:
     def total(cost: str, form: str, row: Row) -> str:
         return format(statistics.fmean(runs.curve(one, cost)[0][-1] for one in row.lines), form)
 
+    # Columns of zeros would say nothing in a study without buffers.
     has_buffer = any(row.of_buffer("calls") or row.of_buffer("cpu_s") for row in found)
     seconds = "CPU s, buffer included" if has_buffer else "CPU s"
     columns: Columns = {"arm": lambda row: row.arm}
@@ -524,6 +538,7 @@ def _mean_end(key: str, row: Row) -> str:
 
 def _named(found: Sequence[Row]) -> Callable[[Row], str]:
     """An arm's name, with its development runs if another arm had more."""
+    # An arm with fewer development runs than others had less chance, and readers have to see it.
     most = max(row.tuning("runs") for row in found)
 
     def named(row: Row) -> str:
@@ -543,6 +558,7 @@ def _left(row: Row) -> str:
     """How many pairs left the start, and the median of the calls with which they had."""
     calls = []
     for line in row.lines:
+        # From the run's own start: pairs begin with warm-ups of different strength.
         goal = line["curve"][0]["accuracy"] + RISE
         if _end(line) >= goal:
             first = next(point for point in line["curve"] if point["accuracy"] >= goal)
@@ -554,6 +570,7 @@ def _left(row: Row) -> str:
 def _own_and_buffers_calls(row: Row) -> str:
     """The executed calls, and behind a plus those of the buffer's attempts."""
     totals = [line["curve"][-1].get(CALLS) for line in row.lines]
+    # A run that did not count them has no mean.
     if None in totals:
         return "-"
     own = f"{statistics.fmean(totals):,.0f}"

@@ -40,9 +40,11 @@ def carry_out(job: Job, out: Path) -> Line:
         KeyboardInterrupt: a signal has ended it; the next call goes on from there.
         TreegraftError: it has failed.
     """
+    # Warnings of hundreds of runs would drown the study's own lines.
     logging.disable(logging.WARNING)
     if isinstance(job, RunPlan):
         return _run(job, out)
+    # It is written last, so that a job without one is not complete.
     note = note_of(job, out)
     if note.is_file():
         return read_note(note)
@@ -99,6 +101,7 @@ def _placed(config: Config, place: Path, more: Mapping[str, Any] | None = None) 
 
 
 def _warm_up(job: WarmupPlan, out: Path) -> Line:
+    # Before the work, by the same process: the load of the machine changes within minutes.
     calibration_s = calibrate()
     place = out / job.place
     _trained("sft", job.config, place)
@@ -109,6 +112,7 @@ def _warm_up(job: WarmupPlan, out: Path) -> Line:
 
 def _build(job: BufferPlan, place: Path) -> Line:
     calibration_s = calibrate()
+    # Renamed once it is complete; a name with a dot is no buffer of a run.
     partial = place.with_name(f".{place.name}.partial")
     own = {
         "agent": "expert",
@@ -123,6 +127,7 @@ def _build(job: BufferPlan, place: Path) -> Line:
         raise interrupt.Ended(work.stopped_by)
     with TraceBuffer(partial, job.config.buffer.encoder) as buffer:
         num_stored = sum(1 for _ in buffer.trajectories())
+        # Into one file, since a write-ahead log would not go along with the renaming.
         buffer.fold()
     partial.replace(place)
     return {
@@ -179,6 +184,7 @@ def _start(warmup: WarmupPlan, out: Path) -> Path:
 def checksum(checkpoint: Path) -> str:
     """Returns a checksum of a checkpoint's weights. The same warm-up on another kind of processor
     has another one."""
+    # Short, for every line has one: it has to differ between a few machines alone.
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(checkpoint.glob("*.safetensors")):
         with file.open("rb") as opened:

@@ -64,10 +64,12 @@ def predicted_rates(
         temperature: t.
     """
     references = vectors[list(places)]
+    # In logs, so that n_r is a factor of the attention.
     bias = np.log(weights)
     found = []
     for first in range(0, len(vectors), _NUM_ROWS):
         scores = vectors[first : first + _NUM_ROWS] @ references.T / temperature + bias
+        # Less the largest, since exp overflows past 700.
         attention = np.exp(scores - scores.max(axis=1, keepdims=True))
         found.append(attention @ rates / attention.sum(axis=1))
     predicted = np.concatenate(found)
@@ -79,6 +81,7 @@ def _calibrated(predicted: Floats, own: Floats, rates: Floats, weights: Floats) 
     centre = np.average(own, weights=weights)
     level = np.average(rates, weights=weights)
     spread = float(np.average((own - centre) ** 2, weights=weights))
+    # All predictions are equal, and a line through one point has any slope.
     if spread < 1e-12:
         return predicted
     slope = float(np.average((own - centre) * (rates - level), weights=weights)) / spread
@@ -209,6 +212,7 @@ class Difficulty(Epochs):
         since = number
         if self._settings.num_references:
             since -= (number - 1) % EVERY
+        # A stable sort: within both parts the drawn order stays.
         left.sort(key=lambda task: self._dealt.get(task.id, 0) >= since)
         return left[:size]
 
@@ -243,6 +247,7 @@ class Difficulty(Epochs):
             if self._vectors is None:
                 questions = [task.question for task in self._tasks]
                 self._vectors = self._encoder.encode(questions).astype(np.float64)
+            # The last seen come last in the dict, see `take`.
             latest = slice(-NUM_COMPARED, None)
             rates = (totals / weights)[latest]
             found = predicted_rates(
@@ -266,6 +271,7 @@ class Difficulty(Epochs):
                 estimates.append(float(self._estimates[self._places[name]]))
                 errors += [abs(estimates[-1] - fmean(rewards))] if rewards else []
             if rewards and not self._settings.num_references:
+                # Popped, so that the task moves to the end.
                 before = self._seen.pop(name, _Seen(0.0, 0.0, number))
                 before = before.at(number, DECAY)
                 total = before.total + math.fsum(rewards)
