@@ -54,7 +54,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
         )
         parts = self._session.parts
         self._tasks = {task.id: task for task in (*parts.train_tasks, *parts.eval_tasks)}
-        # An environment may bound how many sessions are open.
+        # Further trees would wait inside the engine, against their deadlines.
         at_once = parts.num_trees_at_once(self.recipe.explore.num_leaves)
         self._free = asyncio.Semaphore(min(self.recipe.rollout.max_live_trees, at_once))
 
