@@ -78,7 +78,8 @@ class ChatClient:
         self._client = AsyncOpenAI(
             base_url=root, api_key=api_key or NO_KEY, timeout=timeout_s, max_retries=max_retries
         )
-        # The client's own limit is one on each read, which a server that sends byte by byte keeps.
+        # The client's own limit is one on each read: a server that sends byte by byte never exceeds
+        # it.
         self._deadline_s = (timeout_s + LONGEST_PAUSE_S) * (max_retries + 1)
 
     async def complete(
@@ -175,7 +176,7 @@ def served_model(url: str, api_key: str | None, *, option: str, model_option: st
 
     Raises:
         SettingError: no http(s) address, or the package openai is missing.
-        ModelError: the server cannot be asked, or has none or several.
+        ModelError: the server does not answer, or has none or several.
     """
     root = api_root(url, option)
     packages.require(option, "openai")

@@ -100,7 +100,7 @@ class Host(NamedTuple):
         derived: Mapping[str, Derived],
         select: Callable[[str], Any],
     ) -> None:
-        """Raises `SettingError` for arguments that cannot mean anything beside trees, or that
+        """Raises `SettingError` for arguments that have no meaning with trees, or that
         contradict the recipe.
 
         Args:
@@ -123,7 +123,7 @@ class Host(NamedTuple):
                 )
 
     def refuse_other(self, one: Only, value: Any) -> None:
-        """Raises `SettingError` for another value than the one that has to be kept."""
+        """Raises `SettingError` for another value than the required one."""
         if value != one.value:
             raise SettingError(
                 f"{one.name}: got {value!r}, expected {one.value!r} inside {self.name}: {one.why}.",

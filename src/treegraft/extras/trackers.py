@@ -110,7 +110,7 @@ def _trackio(project: str, tracked: Tracked) -> dict[str, Any]:
 
 
 def _mlflow(project: str, tracked: Tracked) -> dict[str, Any]:
-    # With its own defaults a server that is down holds up an update for ten minutes.
+    # With its own defaults a server that is down delays an update by ten minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     import mlflow

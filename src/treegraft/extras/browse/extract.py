@@ -27,14 +27,14 @@ class Found:
     title: str
     """Empty where the page has none."""
     passages: tuple[str, ...]
-    """In their order, with marks where others stood; empty where the page has no text."""
+    """In their order, with marks in place of others; empty where the page has no text."""
 
 
 class ExtractPool(WorkerPool):
     """Child processes that read pages; safe for many threads."""
 
     def __init__(self) -> None:
-        """Starts the first process in the background, since that takes seconds."""
+        """Starts the first process in the background: that needs seconds."""
         script = Path(__file__).with_name("worker.py")
         super().__init__(script, NUM_WORKERS, task="reads pages", package="trafilatura")
         # trafilatura imports slowly.

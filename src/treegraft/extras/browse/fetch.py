@@ -51,7 +51,7 @@ ROBOTS_BYTES = 500 * 1024
 """What must be read of a robots.txt (RFC 9309, 2.5); the rest is ignored."""
 _USER_AGENT = re.compile(r"\s*user(?:-|\s*)agent\s*:?\s*([\w-]+|\*)?.*", re.IGNORECASE)
 SHOWN_CHARS = 200
-"""Length to which addresses are shown, in characters."""
+"""Longest address in a message, in characters."""
 _RESERVED_4 = """
 0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 168.63.129.16/32 169.254.0.0/16 172.16.0.0/12
 192.0.0.0/24 192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24
@@ -248,7 +248,7 @@ def is_public(address: str) -> bool:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    # IPv6 that embeds an IPv4 address (mapped, compatible, translated, tunnelled) lies outside or
+    # IPv6 that embeds an IPv4 address (mapped, compatible, translated, tunnelled) is outside or
     # among the exceptions: a translator would lead to the address inside.
     inside, reserved = _GLOBAL[ip.version]
     return ip in inside and not any(ip in network for network in reserved)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 GAP = "[...]"
-"""Stands where passages of a page were left out."""
+"""In place of passages that were left out."""
 
 
 def choose(text: str, query: str, num: int, max_chars: int) -> list[str]:

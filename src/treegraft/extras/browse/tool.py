@@ -1,4 +1,4 @@
-"""The browse tool: fetches a page and shows its passages that match a query."""
+"""The browse tool: the passages of a page that match a query."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from treegraft.parts import interfaces, packages, plain, run_in_thread
 
 
 class BrowseTool:
-    """Fetches a web page or a PDF, reads its text, and shows the passages that match a query
-    best."""
+    """Passages of a web page or a PDF, those that match a query best."""
 
     name = "browse"
     description = (

@@ -23,7 +23,7 @@ def answer(request: list[Any]) -> dict[str, Any]:
         return {"title": title, "passages": choose(text, query, num, max_chars)}
     except MemoryError:
         return {"error": "reading it needs too much memory"}
-    # The readers meet whatever the web holds, and raise any exception.
+    # The readers meet whatever is in the web, and raise any exception.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 

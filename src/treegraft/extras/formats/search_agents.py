@@ -11,7 +11,7 @@ from treegraft import DataError, Origin, StepContent, Task
 from treegraft.parts import Observation, ToolCall, interfaces, measuring
 
 QUESTION = "{question}"
-"""Where a prompt holds the question; one without it stands before the question."""
+"""The place of the question in a prompt; without it the prompt precedes the question."""
 TOOL = "search"
 """The one tool of these agents."""
 
@@ -71,14 +71,14 @@ class Read:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds a whole call or answer."""
+        """Whether it is a whole call or answer."""
         return bool(self.content.calls) or self.content.answer is not None
 
 
 class MarkedAgent:
     """Reads and writes the markup of an agent that nothing is trained with here.
 
-    The first closed call or answer of a step counts, and what stands before it is the thought, with
+    The first closed call or answer of a step counts, and what precedes it is the thought, with
     whatever tags the agent writes there. In a text from elsewhere each mark is broken by a space.
     """
 
@@ -112,7 +112,7 @@ class MarkedAgent:
         opening of the agent's.
 
         Raises:
-            DataError: more than the model's context holds.
+            DataError: more tokens than the model's context has.
         """
         question = self._broken(task.question)
         text = f"{self._prompt}{question}"

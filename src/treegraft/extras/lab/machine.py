@@ -13,7 +13,7 @@ from treegraft import __version__
 
 
 def machine(num_threads: int) -> dict[str, Any]:
-    """Returns the facts that belong beside a measurement: date, processor, versions, load
+    """Returns the facts that belong to a measurement: date, processor, versions, load
     average."""
     return {
         "date": datetime.date.today().isoformat(),
@@ -35,7 +35,7 @@ def load_average() -> float | None:
 
 
 def _num_cpus() -> int:
-    # A container may be held to fewer processors than the machine has.
+    # A container may be limited to fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

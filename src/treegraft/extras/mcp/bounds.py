@@ -1,5 +1,5 @@
-"""Connections to Model Context Protocol servers with bounds: on an answer, on a line, on what is
-kept of standard error.
+"""Connections to Model Context Protocol servers with bounds: on an answer, on a line, and on the
+stored standard error.
 
 An answer that is too long or cannot be read becomes an error of its call, at once, and the
 connection goes on.
@@ -28,7 +28,7 @@ from treegraft.extras.mcp.keeper import GRACE_S
 from treegraft.parts import plain
 
 KEPT_BYTES = 4096
-"""What is kept of a server's standard error, and of a line to find out whose answer it was."""
+"""Stored bytes of a server's standard error, and of a line to find out whose answer it was."""
 _ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"\\]{0,100}")')
 
 
@@ -106,7 +106,7 @@ class Pipes:
         try:
             message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
         except (ValueError, RecursionError) as error:
-            # Other lines are what careless servers print beside their messages.
+            # Other lines are what careless servers print between their messages.
             if b'"jsonrpc"' in line:
                 text = f"the server's answer cannot be read: {reason_of(error)}"
                 await self._fail(line, text, incoming)

@@ -1,6 +1,6 @@
 """Model Context Protocol servers as sets of tools, through the official SDK (the extra "mcp").
 
-Each server has a thread with an event loop of its own, which holds the one connection to it from
+Each server has a thread with an event loop of its own, which has the one connection to it from
 the start of a run to its end: a run has several loops, one after another.
 """
 
@@ -176,7 +176,7 @@ class McpServer:
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
-        if self._client is client:  # not yet given up by another call
+        if self._client is client:  # not yet replaced after another call
             self._client = None
             self._error = reason
             self._connected.clear()

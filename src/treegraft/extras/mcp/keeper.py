@@ -5,7 +5,7 @@ A script of its own, free of other packages:
 
     python -I keeper.py PARENT COMMAND ...
 
-The server has this process's standard input, output and error. SIGTERM to both asks for the end.
+The server has this process's standard input, output and error. SIGTERM to both requests the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 2.0
-"""Wait for a server to end by itself, and again once it was asked to, in seconds."""
+"""Wait for a server to end by itself, and again after SIGTERM, in seconds."""
 _POLL_S = 0.5
 _MOST_ROUNDS = 100
 """Each kills what the last one has left: a process may refuse to end for a while."""
@@ -47,7 +47,7 @@ def main(parent: int, command: list[str]) -> int:
     while server.poll() is None and not asked and os.getppid() == parent:
         if select.select([woken], [], [], _POLL_S)[0]:
             os.read(woken, 1000)
-            # Else those that end would be kept until this process does.
+            # Else those that end would stay as zombies until this process ends.
             for pid in _children():
                 if pid != server.pid:
                     with suppress(ChildProcessError):

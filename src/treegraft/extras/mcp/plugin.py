@@ -20,7 +20,7 @@ class McpSettings(Settings):
     tools: list[str] = setting([], acts="nothing")
     """The tools to take, by the server's names; empty for all."""
     env: list[str] = setting([], acts="reads")
-    """Names of environment variables that the command is given, besides PATH, HOME and the like."""
+    """Names of environment variables that the command gets, with PATH, HOME and the like."""
     token_env: str | None = setting(None, acts="reads")
     """Name of the environment variable whose value is sent to the url as bearer token; None sends
     none."""
@@ -40,7 +40,7 @@ class McpSettings(Settings):
 class _Tables(Settings):
     mcp: list[McpSettings] = []
     """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url =
-    ...}; their tools are on besides those of `use`."""
+    ...}; their tools are on in addition to those of `use`."""
 
 
 def _wrong(config: Any) -> Iterator[Contradiction]:

@@ -35,7 +35,7 @@ class BalancedBranching(EntropyBranching):
 
     Source: Dong et al., AEPO, arXiv 2510.14545. ΔH, α, γ and τ are [explore.entropy]'s, as in ARPO;
     m, the rollouts from the prompt, is `num_global_rollouts`. l counts the path's latest steps that
-    asked for a branch, in a row; a step that no rule was asked about leaves it as it is.
+    asked for a branch, in a row; a step without a decision leaves it as it is.
 
     The probe is the first rollout of the tree, so none of its tokens is wasted; the released code
     throws its probe away. It branches like the others, before m is known, so a tree may have fewer
@@ -126,7 +126,7 @@ class BalancedBranching(EntropyBranching):
 
 
 def _is_asked(before: Step, step: Step) -> bool:
-    """Whether the rule was asked at a step: not at a branch's own first one, nor around a graft."""
+    """Whether the rule decided at a step: not at a branch's own first one, nor around a graft."""
     is_branch = isinstance(step.cause, BranchCause)
     return not is_branch and step.origin is before.origin is Origin.POLICY
 

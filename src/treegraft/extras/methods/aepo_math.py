@@ -40,8 +40,8 @@ def with_entropy_factors(trees: Sequence[Tree], *, weight: float) -> list[Tree]:
 
     Source: Dong et al., AEPO, arXiv 2510.14545 (entropy-aware advantage), a = 0.2 in its code. H_t
     is the entropy of the distribution that token t was drawn from, as the engine recorded it, so
-    nothing is differentiated. Mean and standard deviation run over all loss tokens of the given
-    trees, once for each trajectory that learns from the token. The released code takes them over
+    nothing is differentiated. Mean and standard deviation run over all loss tokens of these
+    trees, once for each trajectory that learns from the token. The released code has those of
     the micro-batch instead, so its advantages depend on the packing, and its entropies from the
     learner's pass, which it makes only with an entropy bonus: with its default settings the term is
     silently off. It does not cut at 0, which z < -1/a would pass.

@@ -66,8 +66,8 @@ def state_advantages(
 
     A_S(i, t) = (R_t - mean R over the anchor group) / (std + eps)
 
-    The anchor group holds all steps of the group's trajectories that were taken in the same state
-    (Feng et al., GiGPO, arXiv 2505.10978, eq. 5 to 7). A state is what the agent was shown last:
+    The anchor group has all steps of the group's trajectories that were taken in the same state
+    (Feng et al., GiGPO, arXiv 2505.10978, eq. 5 to 7). A state is what the agent saw last:
     the results of the step before it, compared exactly; the first steps of all trajectories share
     theirs. A step that several trajectories share counts once for each of them, as if they had been
     sampled apart. Alone in its state, a step has 0.

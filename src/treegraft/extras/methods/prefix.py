@@ -50,7 +50,7 @@ class UniformPrefix(Independent):
 
     Source: PrefixRL (arXiv 2601.18795): on-policy learning on prefixed problems, whose prefixes are
     context and never targets, mixed with the problems themselves. Each place is a group of its own,
-    as the prefixed problem is in the paper. Departures: a tree holds both, so the share of
+    as the prefixed problem is in the paper. Departures: a tree has both, so the share of
     prefixes is one of leaves; a prefix ends with a step.
     """
 
@@ -89,7 +89,7 @@ class UniformPrefix(Independent):
 
 
 class WholeTrajectory(UniformPrefix):
-    """Takes the best stored trajectories themselves as leaves of the group, beside own rollouts.
+    """Makes the best stored trajectories themselves leaves of the group, with own rollouts.
 
     Source: LUFFY (arXiv 2504.14945): 7 rollouts and 1 expert trajectory. Its loss on them is
     loss.graft_coef = 1 with loss.graft_form = "luffy". Their rewards enter the group's statistics,

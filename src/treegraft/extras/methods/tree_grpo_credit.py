@@ -25,7 +25,7 @@ def forest_advantages(
     term; the released code lets its raw reward through.
 
     Args:
-        starts: [leaves] the first-level rollout that each leaf lies below.
+        starts: [leaves] the first-level rollout above each leaf.
     """
     values = np.asarray(rewards, dtype=np.float64)
     owners = np.asarray(starts)

@@ -45,7 +45,7 @@ START_S = 120.0
 WATCHDOG_S = 5.0
 """How long past the end of a call a worker may stay silent before its sandbox is ended."""
 CPU_SLACK_S = 1
-"""Processor time granted beyond the wall-clock limit, for what starting and ending a call takes."""
+"""Processor time granted beyond the wall-clock limit, for starting and ending a call."""
 
 _NOBODY = 65_534
 _INSTALL = "apt-get install bubblewrap (or your distribution's package of that name)"
@@ -82,7 +82,7 @@ class SandboxLimits:
     max_threads: int
     """Threads of one call; it cannot start processes."""
     max_output_chars: int
-    """Printed text and value kept, each."""
+    """Longest printed text and value, each."""
 
     @property
     def cpu_s(self) -> int:
@@ -119,7 +119,7 @@ def find_problem() -> str | None:
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100
     )
-    # Tried, not asked for: kernels, containers and security modules each forbid it in a way of
+    # Tried, not looked up: kernels, containers and security modules each forbid it in a way of
     # their own.
     try:
         sandbox = Sandbox(limits, packages=())
@@ -398,7 +398,7 @@ def _system() -> list[str]:
         if (folder / "site-packages").is_dir():
             covers.append(_target(folder / "site-packages"))
             options += ["--tmpfs", str(covers[-1])]
-    # Last, since a folder that is read-only takes no further mounts.
+    # Last, since nothing can be mounted in a folder that is read-only.
     for folder in covers:
         options += ["--remount-ro", str(folder)]
     return options
@@ -460,7 +460,8 @@ def _package_folders(name: str) -> list[Path]:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, first_pid: int | None) -> None:
-    """Ends a sandbox: closing the control socket asks it to, killing its first process makes it."""
+    """Ends a sandbox: closing the control socket requests it, killing its first process forces
+    it."""
     control.close()
     if first_pid is not None and process.poll() is None:
         with suppress(ProcessLookupError, PermissionError):

@@ -53,7 +53,7 @@ class BwrapTool(PooledPython):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with everything that results depend on beside the code."""
+        """Changes with everything that results depend on, apart from the code."""
         return f"bwrap {self.limits}"
 
     def _open(self, threads: ThreadPoolExecutor) -> None:

@@ -66,7 +66,7 @@ class MontyTool(PooledPython):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with everything that results depend on beside the code."""
+        """Changes with everything that results depend on, apart from the code."""
         limits = f"{self.max_duration_s:g} s, {self.max_memory_mb} MB"
         version = importlib.metadata.version("pydantic-monty")
         return f"monty {version}, {limits}, {self.max_output_chars} characters"
@@ -138,7 +138,7 @@ def _value(session: MontySession, code: str, printed: Printed) -> tuple[Any, str
         return session.feed_run(code, print_callback=lambda stream, text: printed.add(text))
 
     # Not parsed here, since it is not ours. Where the last line without indentation begins no
-    # expression, or stands inside of one, the changed code is no Python, and none of it runs.
+    # expression, or is inside of one, the changed code is no Python, and none of it runs.
     starts = [found.start() for found in re.finditer(r"(?m)^[^\s#)\]}]", code)]
     if starts:
         before = code[: starts[-1]]
@@ -153,7 +153,7 @@ def _value(session: MontySession, code: str, printed: Printed) -> tuple[Any, str
 
 
 def _agree(shown: str, text: str, max_chars: int) -> bool:
-    """Whether a value that was shown here has this repr, but for the order of sets."""
+    """Whether a value that was printed here has this repr, but for the order of sets."""
     if text.startswith(shown[:max_chars]):
         return True
     return len(text) == len(shown) and sorted(text) == sorted(shown)

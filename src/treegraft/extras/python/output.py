@@ -9,7 +9,7 @@ from typing import Any
 NO_OUTPUT = "(no output)"
 """The result of code that printed nothing and ended in no value."""
 MAX_OUTPUT_CHARS = 100_000
-"""Printed text and value kept of one call, each, in characters; the rest is cut with a note."""
+"""Longest printed text and value of one call, each, in characters; the rest is cut with a note."""
 
 
 class Printed:
@@ -23,7 +23,7 @@ class Printed:
 
     def add(self, text: str) -> None:
         """Keeps as much of `text` as there is room for."""
-        # Only so much is stored: code can print more than memory holds.
+        # Only so much is stored: code can print more than fits into memory.
         kept = text[: self._max_chars - self._num_kept]
         if kept:
             self._parts.append(kept)

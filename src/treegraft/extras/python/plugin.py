@@ -14,7 +14,7 @@ class PythonToolSettings(Settings):
     backend: Literal["auto", "monty", "bwrap"] = "auto"
     """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy
     and sympy in a bubblewrap sandbox (Linux); "auto": bubblewrap where it works, else Monty. A run
-    records which one it began with and keeps it."""
+    records which one it began with, and goes on with it."""
     max_duration_s: float = setting(2.0, gt=0)
     """Execution time of one call, in seconds."""
     num_workers: int = setting(2, ge=1)

@@ -1,7 +1,7 @@
 """The inside of a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
 child for each call.
 
-The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
+The worker is the sandbox's first process. It has one child ready: cloned from it into process,
 mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
 `treegraft.extras.python.seccomp`. When the child and all of its namespace are dead, the worker
 reports the end and clones the next. It exits when the host closes its end of the control socket.
@@ -241,8 +241,8 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     if order != START:
         return
     code_end, output_end, result_end = descriptors
-    # The line stays open: its closing, at the latest by death, tells the worker that the call is
-    # over.
+    # The line stays open: its closing, at the latest by death, is for the worker the end of the
+    # call.
     empty = os.open("/dev/null", os.O_RDONLY)
     os.dup2(empty, 0)
     os.dup2(output_end, 1)

@@ -34,7 +34,7 @@ from treegraft.parts import (
 PIECE_BYTES = 1 << 26
 """Size from which a piece of published weights is complete, in bytes."""
 MAX_LOGGED = 100
-"""Warnings that an actor keeps until its state is read; later ones are left out."""
+"""Warnings that an actor collects until its state is read; later ones are left out."""
 
 # ------------------------------------------------------------------ the machine
 
@@ -126,7 +126,7 @@ def value_of(reply: str) -> Any:
 
 
 class Weights(NamedTuple):
-    """Published weights: what they are, and where Ray keeps their pieces."""
+    """Published weights: what they are, and where Ray has their pieces."""
 
     edition: int
     """Number of the publish, from 1 on: a warm-up publishes one version several times, with other
@@ -159,7 +159,7 @@ def pieces_of(source: interfaces.WeightSource) -> Iterator[bytes]:
 
 class _Pieces:
     """Weights on their way as a `WeightSource`; each piece is fetched when its turn comes, so that
-    a machine never holds them twice."""
+    they are never twice on a machine."""
 
     def __init__(self, weights: Weights) -> None:
         self.names = weights.names
@@ -292,7 +292,7 @@ class _Collector(logging.Handler):
 
 
 def alone(config: Config) -> Config:
-    """Returns the settings of one engine of several: servers on the GPUs that Ray has given to it,
+    """Returns the settings of one engine of several: servers on the GPUs that Ray has assigned,
     one on each, or on as many together as their options take."""
     if config.engine.kind != "vllm":
         return config

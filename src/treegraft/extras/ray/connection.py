@@ -23,7 +23,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_DEDUP_LOGS": "0",
-    # Ray's own choice in coming versions: a process without GPUs keeps the variable as it is.
+    # Ray's own choice in coming versions: the variable of a process without GPUs stays as it is.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

@@ -11,13 +11,13 @@ class ClusterSettings(Settings):
     """How `treegraft cluster` spreads a run over machines; other commands ignore it."""
 
     address: str = setting("local", acts="sends")
-    """The Ray cluster: "local" starts one on this machine for the run, "auto" takes the one that
+    """The Ray cluster: "local" starts one on this machine for the run, "auto" joins the one that
     this machine belongs to, "HOST:PORT" that of another machine's head node."""
     server_gpus: int = setting(0, ge=0)
     """GPUs that sample, shared out equally among the engines; 0 samples on CPUs."""
     engines: int | None = setting(None, ge=1)
     """Engines, each with one copy of published weights, and with tools and rewards for the trees
-    that grow there. None takes one for each of server_gpus, or one; where engine.kind is "vllm" one
+    that grow there. None means one for each of server_gpus, or one; where engine.kind is "vllm" one
     for every eight of them, a machine's, with a server on each GPU."""
 
 

@@ -251,7 +251,7 @@ class Supervisor:
         self.fingerprint = fingerprint
 
     def _stored(self, source: interfaces.WeightSource) -> list[Any]:
-        """Hands weights to Ray, which sends them once to each machine that asks for them."""
+        """Hands weights to Ray, which sends them once to each machine that needs them."""
         import ray
 
         found = []

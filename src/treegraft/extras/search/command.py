@@ -58,7 +58,7 @@ def search(
             " search a corpus.",
             code="search-kind-invalid",
         )
-    # Making an index takes long, and says how far it is.
+    # Making an index needs minutes, and logs how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     # Before the index is made, which takes long: a port in use is found at once.
     socket = listener.listen(host, port)

@@ -98,7 +98,7 @@ def checksum(path: Path) -> str:
 
 
 class Corpus:
-    """Passages by row. Nothing of the text is held; several threads may read at once."""
+    """Passages by row. Nothing of the text is in memory; several threads may read at once."""
 
     def __init__(self, path: Path, offsets: npt.NDArray[np.uint64]) -> None:
         """Args:

@@ -1,9 +1,9 @@
 """Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit
-copies beside it, both mapped.
+copies, both mapped.
 
 Embedding takes longest, and an interrupted build continues after its last whole block. Building the
 index takes a byte of memory for each number of each vector, 8 GB for 21 million passages of MiniLM;
-a search holds only the parts of the files that its query reads.
+a search loads only the parts of the files that its query reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLAT_LIMIT = 20_000
 BLOCK = 2_048
 """Passages that are embedded, and enter the index, together."""
 NUM_CANDIDATES = 32
-"""Passages that are scored again, besides four for each one wanted."""
+"""Passages that are scored again, and four more for each one wanted."""
 NUM_PROBES = 32
 PROBED_FRAC = 1 / 32
 """Lists that a query reads: NUM_PROBES, or this share of all if it is more."""
@@ -103,7 +103,7 @@ class DenseIndex:
 
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
-        """Writes the files of an index to the folder; vectors of an earlier attempt are kept."""
+        """Writes the files of an index to the folder; vectors of an earlier attempt stay."""
         progress = folder / "progress.json"
         try:
             done = int(json.loads(progress.read_text(encoding="utf-8"))["rows"])
@@ -115,7 +115,7 @@ class DenseIndex:
             file.truncate(done * encoder.dim * 2)
             ordered = iter(rows)
             while block := list(islice(ordered, BLOCK)):
-                # Offsets are not kept between attempts: reading the corpus again is cheap.
+                # Offsets are not stored between attempts: reading the corpus again is cheap.
                 offsets.extend(row.offset for row in block)
                 if len(offsets) <= done:
                     continue

@@ -38,7 +38,7 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     it holds an index.
 
     Args:
-        index_dir: the user's choice; empty means beside the corpus.
+        index_dir: the user's choice; empty means the folder of the corpus.
 
     Raises:
         SettingError: it cannot be written to.
@@ -57,12 +57,12 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
 def find_or_make(
     corpus: Path, home: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]
 ) -> Path:
-    """Returns the folder that holds the index of this corpus; if there is none, `make` fills it.
+    """Returns the folder with the index of this corpus; if there is none, `make` fills it.
 
     Only one process builds it; others wait for it.
 
     Args:
-        recipe: everything that the index depends on besides the corpus.
+        recipe: everything that the index depends on, apart from the corpus.
         make: fills the folder it is given, in which an earlier attempt may have left files.
     """
     state = corpus.stat()

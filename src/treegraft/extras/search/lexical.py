@@ -1,4 +1,4 @@
-"""BM25 over passages by the bm25s library, whose index is kept in files and memory-mapped.
+"""BM25 over passages by the bm25s library, whose index is stored in files and memory-mapped.
 
     score(q, d) = Σ over words w of q:  idf(w) · f / (f + k1 · (1 - b + b · |d| / mean |d|))
     idf(w)      = ln(1 + (N - n_w + 0.5) / (n_w + 0.5))
@@ -45,7 +45,7 @@ class LexicalIndex:
 
     @classmethod
     def build(cls, rows: Iterable[Row], corpus: Path) -> LexicalIndex:
-        """Returns an index in memory; the rows are read once and not held.
+        """Returns an index in memory; the rows are read once.
 
         Raises:
             DataError: no row has a word to search for.
@@ -101,7 +101,7 @@ def _index(texts: Iterable[str]) -> bm25s.BM25 | None:
         return None
     # A backend by name, so that results do not depend on whether numba is installed.
     bm25 = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy")
-    # Without the empty word, which stands for no text and has no scores.
+    # Without the empty word, which has no scores.
     bm25.index(words, create_empty_token=False, show_progress=False)
     return bm25
 

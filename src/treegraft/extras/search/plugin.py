@@ -33,7 +33,7 @@ class Provider:
         """Yields title, address and text as the provider gave them."""
         title, address, text = self.fields
         if self.answer_box:
-            # The direct answer to a question often stands in none of the results.
+            # The direct answer to a question is often in none of the results.
             box = answer.get(self.answer_box) or {}
             # Serper has the one or the other, by the kind of question.
             if box.get("answer") or box.get("snippet"):
@@ -89,7 +89,7 @@ def _needs(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def findings(config: Any) -> Iterator[Finding]:
-    """The file, address or key that the search needs; no service is asked."""
+    """The file, address or key that the search needs; no service gets a request."""
     search = config.tools.search
     if "search" not in config.tools.use:
         return

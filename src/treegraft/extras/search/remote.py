@@ -46,7 +46,7 @@ class RemoteSearch(Service):
         super().__init__(
             f"the retrieval server {self.url}",
             timeout_s=timeout_s,
-            use_proxy=False,  # such servers run beside the training, where no proxy leads
+            use_proxy=False,  # such servers run near the training, where no proxy leads
             refusals_are_ours=True,  # any string is a query of the protocol
         )
 
@@ -89,7 +89,7 @@ class RemoteSearch(Service):
         found = []
         try:
             for entries in answer["result"]:
-                # Some servers give more than they were asked for.
+                # Some servers return more than was requested.
                 found.append([_passage(entry) for entry in entries[:top_k]])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ToolUnavailable(

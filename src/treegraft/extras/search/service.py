@@ -27,7 +27,7 @@ _HINTS = {
 
 
 class Service:
-    """One service over HTTP. Connections are kept for as long as an event loop lasts."""
+    """One service over HTTP. Connections last as long as an event loop."""
 
     is_remote = True
 

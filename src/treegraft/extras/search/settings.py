@@ -18,7 +18,7 @@ class SearchTables(Settings):
     index_dir: str = setting(
         "", acts="writes", idle_unless=when("tools.search.kind", "bm25", "dense")
     )
-    """Folder of the index of a dense or large corpus; empty means beside the corpus."""
+    """Folder of the index of a dense or large corpus; empty means the folder of the corpus."""
     url: str = setting("", acts="sends", idle_unless=when("tools.search.kind", "http"))
     """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
     provider: Literal["serper", "brave", "tavily"] = setting(

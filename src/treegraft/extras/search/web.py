@@ -15,11 +15,11 @@ from treegraft.extras.search.service import ANSWER_S, Service, is_http
 from treegraft.parts import addresses, errors, interfaces
 
 MAX_RESULTS = 20
-"""More are not asked for at once."""
+"""Most results of one request."""
 
 
 class WebSearch(Service):
-    """Search by one provider; a result is shown as title, address and text."""
+    """Search by one provider; a result is a title, an address and a text."""
 
     def __init__(self, provider: str, *, base_url: str = "") -> None:
         """Args:
@@ -93,7 +93,7 @@ class WebSearch(Service):
         passages = []
         for rank, (title, address, text) in enumerate(found, start=1):
             shown = " | ".join(filter(None, (title, address, text)))
-            # Providers give no scores; the rank takes the place of one.
+            # Providers give no scores; the rank replaces one.
             passages.append(interfaces.Passage(address, shown, 1 / rank))
         return passages
 

@@ -113,7 +113,7 @@ def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
             "Let that evaluation finish first.",
             code="evaluation-unfinished",
         )
-    # By id, so that both sides pair up: each folder holds them in the order of their ends.
+    # By id, so that both sides pair up: in a folder they are in the order of their ends.
     return [trees[key] for key in sorted(trees)]
 
 

@@ -119,7 +119,7 @@ class EvalFolder:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
                 )
-            # A folder of an earlier version holds settings that no longer count.
+            # A folder of an earlier version has settings that no longer count.
             asked = measuring.Subject.that_count(data["asked"])
             for one in data["sets"].values():
                 one["digest"], int(one["num"]), one["source"]

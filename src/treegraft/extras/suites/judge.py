@@ -85,7 +85,7 @@ def parse_verdict(reply: str) -> Verdict:
 
 
 def messages_for(task: Task, answer: str) -> list[dict[str, str]]:
-    """Returns the chat that asks about an answer."""
+    """Returns the chat about an answer."""
     shown = answer if len(answer) <= MAX_ANSWER_CHARS else answer[:MAX_ANSWER_CHARS] + " ... (cut)"
     asked = {"question": task.question, "accepted": list(task.reference), "answer": shown}
     return [
@@ -128,10 +128,10 @@ class Judge:
         """Asks about every pair of task and answer whose verdict is not known yet.
 
         Args:
-            on_verdict: gets each new verdict with its key, to be kept, before the next progress.
+            on_verdict: gets each new verdict with its key, to be stored, before the next progress.
 
         Raises:
-            EngineError: the server cannot be asked; the verdicts so far have been handed over.
+            EngineError: the server does not answer; the verdicts so far have been handed over.
         """
         model = self.settings.model
         pairs = {key: pair for pair in asked if (key := verdict_key(model, *pair)) not in known}

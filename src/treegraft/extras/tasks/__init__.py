@@ -1,1 +1,1 @@
-"""Sources of tasks beside data sets and the search world."""
+"""Sources of tasks other than data sets and the search world."""

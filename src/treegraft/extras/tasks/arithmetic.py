@@ -70,23 +70,23 @@ class ReasoningGym(OpenTasks):
         _check_generator(settings)
 
     def train_tasks(self) -> Sequence[Task]:
-        """Returns the training tasks, fewer than asked for where the generator has no more
+        """Returns the training tasks, fewer if the generator has no more
         different questions.
 
         Raises:
-            SettingError: the held-out tasks already hold every question the generator has.
+            SettingError: every question of the generator is a held-out one.
         """
         return self._train
 
     def eval_tasks(self) -> Sequence[Task]:
-        """Returns the held-out tasks, fewer than asked for where the generator has no more
-        different questions."""
+        """Returns the held-out tasks, fewer if the generator has no more different
+        questions."""
         return self._eval
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
         """Returns a python call that prints the question's expression, and the answer read off it.
 
-        The wording depends on the seed. None where the question holds no expression or its value is
+        The wording depends on the seed. None if the question has no expression or its value is
         not the reference.
         """
         expression = task.columns.get("expression")
@@ -120,7 +120,7 @@ class ReasoningGym(OpenTasks):
         return tuple(task for task in tasks if self.expert(task, seed) is not None)
 
     def report(self) -> Sequence[str]:
-        """Returns a sentence for each part that has fewer tasks than asked for."""
+        """Returns a sentence for each part that has fewer tasks than wanted."""
         parts = (
             ("training", self._train, self._num_train),
             ("held-out", self._eval, self._num_eval),
@@ -186,11 +186,11 @@ class ReasoningGym(OpenTasks):
 
 
 def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the arithmetic expression of a reasoning-gym item; None where its question shows
+    """Returns the arithmetic expression of a reasoning-gym item; None if its question has
     none.
 
     An expression that only the metadata have (countdown's solution) is not the one that the
-    question asks to compute.
+    question is about.
     """
     last_line = "".join(question.splitlines()[-1:]).removesuffix("?").strip().removesuffix("=")
     candidates = (metadata.get("expression"), metadata.get("problem"), last_line)

@@ -122,8 +122,8 @@ class Teacher:
         )
 
     def _is_outage(self, error: ChatError) -> bool:
-        """A request refused for its length, say, tells nothing about the next task's. One refused
-        for its tools does: vLLM without a parser of calls refuses all of them."""
+        """A request refused for its length, say, is no evidence about the next task's. One refused
+        for its tools is: vLLM without a parser of calls refuses all of them."""
         refuses_tools = bool(self._protocol.tools) and "tool" in str(error).lower()
         return error.status not in _REFUSES_REQUEST or refuses_tools
 

@@ -1,4 +1,4 @@
-"""The step that a server's reply holds: in the papers' tags, or as calls and texts in their own
+"""The step in a server's reply: in the papers' tags, or as calls and texts in their own
 fields of the reply."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _of_training(config: Config) -> dict[str, Derived]:
         "epsilon_high": Derived(loss.clip_high, "loss.clip_high"),
         "delta": Derived(loss.dual_clip, "loss.dual_clip"),
         "beta": Derived(loss.kl_coef, "loss.kl_coef"),
-        # Treegraft's KL term has no ratio, and TRL's holds RAPO's shaping.
+        # Treegraft's KL term has no ratio, and RAPO's shaping is in TRL's.
         "use_bias_correction_kl": Derived(False, "loss.kl_coef"),
         # The advantages are ours, and divided already.
         "scale_rewards": Derived("none", "credit.advantage"),
@@ -136,9 +136,9 @@ def grpo_config(
 ) -> GRPOConfig:
     """Returns TRL's arguments for a recipe.
 
-    What both could say is the recipe's: see `derived`. A step holds the run.tasks_per_update trees
+    What both could say is the recipe's: see `derived`. A step has the run.tasks_per_update trees
     of an update, over all processes; where neither per_device_train_batch_size nor
-    gradient_accumulation_steps is given, a pass holds one tree.
+    gradient_accumulation_steps is set, a pass has one tree.
 
     Args:
         trl_arguments: of `GRPOConfig`, for all else: output_dir, bf16, save_steps, deepspeed, ...
@@ -167,7 +167,7 @@ def grpo_config(
 
 
 def _batches(config: Config, given: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that are not given, so that a step holds the trees of an update."""
+    """The missing sizes, so that a step has the trees of an update."""
     # By torchrun's variable: accelerate does not know it before GRPOConfig is made.
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     leaves = config.explore.num_leaves
@@ -199,7 +199,7 @@ def check_recipe(config: Config) -> None:
 
 
 def check_arguments(config: Config, args: GRPOConfig) -> None:
-    """Raises `SettingError` for arguments of TRL that cannot mean anything beside trees, or that
+    """Raises `SettingError` for arguments of TRL that have no meaning with trees, or that
     contradict the recipe; `grpo_config` makes the right ones."""
     reasons = TRL | (VLLM if args.use_vllm else {})
     fields = GRPOConfig.__dataclass_fields__

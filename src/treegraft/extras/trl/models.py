@@ -11,7 +11,7 @@ from treegraft import Config, SettingError, load_config
 
 
 def with_model(config: Config, model: Any) -> Config:
-    """Returns the recipe with the path and the type of a model that is given.
+    """Returns the recipe with the path and the type of a model of the user's.
 
     Raises:
         SettingError: a model that is quantised, or has no files.
@@ -67,7 +67,7 @@ def same_tokenizer(given: Any, own: Any) -> Any:
     """Returns a tokenizer for TRL, which changes it.
 
     Raises:
-        SettingError: the given one differs from the recipe's.
+        SettingError: the user's differs from the recipe's.
     """
     if given is None:
         # TRL sets padding on it, which our formats must not see.
@@ -87,7 +87,7 @@ def same_tokenizer(given: Any, own: Any) -> Any:
 
 
 def lora_config(config: Config, given: Any) -> Any:
-    """Returns TRL's peft_config: the given one, or that of model.lora; None without adapters.
+    """Returns TRL's peft_config: the user's, or that of model.lora; None without adapters.
 
     Raises:
         SettingError: both say it.

@@ -79,16 +79,16 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
         Args:
             model: a name, or a transformers or peft model that was loaded from files; it goes
-                before model.path and model.dtype of the recipe. None takes those.
+                before model.path and model.dtype of the recipe. None means those.
             args: of `grpo_config`; None makes them.
-            processing_class: a tokenizer equal to the recipe's; None takes that.
+            processing_class: a tokenizer equal to the recipe's; None means that.
             others: train_dataset, reward_funcs and tools as in GRPOTrainer, for a recipe without
                 [tasks] train, [reward] funcs and [tools] use.
             callbacks, optimizers, peft_config: as in GRPOTrainer; model.lora of the recipe makes
                 a peft_config too.
 
         Raises:
-            SettingError: what the recipe says already, or what cannot mean anything beside trees.
+            SettingError: what the recipe says already, or what has no meaning with trees.
         """
         self._objects = _objects(others)
         _refuse_others(others)
@@ -331,14 +331,14 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return found | {"advantages": advantages.to(device)}
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what TRL makes, and keeps it for the terms of the loss that are ours."""
+        """Returns what TRL makes, and stores it for the terms of the loss that are ours."""
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._scored = found[:2]
         return found
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Returns TRL's loss of the policy, and the terms that are ours: KL and entropy, whose
-        weights TRL could not be told."""
+        weights are not TRL's."""
         # TRL's term has the same weight for every row.
         beta = self.beta
         self.beta = 0.0

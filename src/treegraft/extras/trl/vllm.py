@@ -68,12 +68,12 @@ class Colocated:
         while self._take_asked():
             try:
                 self._step()
-            # Whatever vLLM raises ends the requests under way, and is told to those who wait.
+            # Whatever vLLM raises ends the requests under way, and is raised in those who wait.
             except Exception as error:
                 self._fail(error)
 
     def _take_asked(self) -> bool:
-        """Adds what was asked for; waits where nothing is under way. False at the end."""
+        """Adds new requests; waits where nothing is under way. False at the end."""
         while not self._waiting or not self._asked.empty():
             if (asked := self._asked.get()) is None:
                 return False

@@ -119,7 +119,7 @@ def derived(config: Config) -> dict[str, Derived]:
 
 
 def arguments(recipe: Path | str, changes: Sequence[str]) -> list[str]:
-    """Returns verl's arguments for a recipe, as its command line takes them.
+    """Returns verl's arguments for a recipe, as for its command line.
 
     Args:
         recipe: written down for verl's trainer, which reads it again.
@@ -176,7 +176,7 @@ def check_recipe(config: Config) -> None:
 
 
 def check_arguments(config: Config, select: Callable[[str], Any]) -> None:
-    """Raises `SettingError` for arguments of verl that cannot mean anything beside trees, or that
+    """Raises `SettingError` for arguments of verl that have no meaning with trees, or that
     contradict the recipe; `treegraft verl-args` prints the right ones.
 
     Args:

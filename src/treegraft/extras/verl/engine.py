@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from treegraft.parts import Completion, errors, interfaces, served
 
 SUMMED = served.NUM_ASKED - 1
-"""The most likely tokens that every reply holds: an unlikely token that was drawn takes the place
-of the last one that is asked for."""
+"""The most likely tokens in every reply: an unlikely token that was drawn replaces the last
+one of the request."""
 
 
 class VerlServer(Protocol):
-    """What is asked for tokens: verl's `LLMServerClient`."""
+    """The source of tokens: verl's `LLMServerClient`."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]
@@ -76,7 +76,7 @@ class ServerEngine(served.ServerEngine):
         self._num_requests = 0
 
     def _draft(self, request: interfaces.Request) -> _Dated:
-        # verl's servers filter as an evaluation asks them to.
+        # verl's servers filter in an evaluation.
         limit = served.completion_limit(request, self.max_context)
         return _Dated(self._stops, self.end_ids, request, limit, self._kind)
 

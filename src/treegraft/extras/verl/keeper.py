@@ -67,7 +67,7 @@ class Keeper:
 
 
 def no_engine() -> ScriptedEngine:
-    """Returns an engine that nothing is asked of."""
+    """Returns an engine that gets no request."""
     tokenizer: Any = None
     return ScriptedEngine([], tokenizer)
 

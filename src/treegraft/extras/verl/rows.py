@@ -18,7 +18,7 @@ FACTS = "treegraft"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the loss of a row needs beside its tokens."""
+    """What the loss of a row needs in addition to its tokens."""
 
     shaping: float
     """RAPO's 1 + m F."""
@@ -64,7 +64,7 @@ def factors(facts: Sequence[Facts | None], config: Config, *, num_rows: int) -> 
         sequence-sum    (w_i / (constant |G|)) / (1 / (constant · num_rows))
 
     The minimum of two terms in verl's loss is homogeneous in positive factors of the advantage, so
-    they may stand there.
+    they may be there.
 
     Args:
         facts: of each row, None for verl's padding.

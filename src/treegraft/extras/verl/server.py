@@ -34,7 +34,7 @@ def _load_replica() -> Any:
 class TopReplies:
     """Adds `extra_fields["entropies"]` to the replies of a server whose `engine` is vLLM's.
 
-    verl asks vLLM for the log-probability of the drawn token alone; here it asks for `NUM_ASKED`.
+    verl requests the log-probability of the drawn token alone; here it requests `NUM_ASKED`.
     """
 
     @property
@@ -62,7 +62,7 @@ _FOUND: ContextVar[list[float]] = ContextVar("found")
 
 
 class _TopEngine:
-    """vLLM's engine, asked for more log-probabilities."""
+    """vLLM's engine with more log-probabilities in each request."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -29,7 +29,7 @@ from treegraft.parts import errors
 class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
     """Trains on trees: `trainer.v1.trainer_mode=treegraft`, with `treegraft.recipe`.
 
-    A minibatch holds whole trees. verl's loss, optimiser, weights and checkpoints stay its own.
+    A minibatch has whole trees. verl's loss, optimiser, weights and checkpoints stay its own.
     """
 
     def __init__(self, config: Any) -> None:
@@ -37,7 +37,7 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
 
         Raises:
             SettingError: another version of verl, no recipe, or a setting or argument that cannot
-                mean anything beside trees, or that contradicts the other side.
+                mean anything with trees, or that contradicts the other side.
         """
         check_version(verl.__version__)
         select = partial(OmegaConf.select, config)
@@ -50,12 +50,12 @@ class TreeTrainer(PPOTrainerSync):  # type: ignore[misc]
             )
         self.recipe = load_config(recipe, list(select("treegraft.changes") or ()))
         check_recipe(self.recipe)
-        # Before verl starts any worker, which takes minutes.
+        # Before verl starts any worker, for minutes.
         check_arguments(self.recipe, select)
         with open_dict(config):
             # Other machines need not see the file.
             config.treegraft.settings = self.recipe.model_dump_json().replace("${", r"\${")
-            # verl asks by this name whether the trainer is synchronous.
+            # By this name verl recognises a synchronous trainer.
             config.trainer.v1.trainer_mode = "sync"
         use_top_servers()
         super().__init__(config)

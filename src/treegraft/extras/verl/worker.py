@@ -32,7 +32,7 @@ class TreeWorker(_Worker):  # type: ignore[misc]
     sessions of that prompt."""
 
     def __init__(self, config: Any, llm_client: Any, *others: Any, keeper: Any = None) -> None:
-        """Makes all that trees need beside the servers.
+        """Makes all that trees need, apart from the servers.
 
         Args:
             keeper: the handle of the `Keeper`; None finds it by config.treegraft.keeper.

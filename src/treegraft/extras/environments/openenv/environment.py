@@ -34,7 +34,7 @@ class OpenEnvOptions(Settings):
     tools: list[str] = Field(default_factory=list)
     """The tools to take, by the server's names; empty for all."""
     reset: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of reset, beside the seed and the task's columns."""
+    """Further arguments of reset, apart from the seed and the task's columns."""
     reward: Literal["sum", "last"] = "sum"
     """"sum": of the rewards of all steps; "last": of the last step that had one."""
     timeout_s: float = Field(10.0, gt=0)

@@ -1,8 +1,8 @@
 """Environments of the package verifiers (its v1) in which one agent talks with a game or a
 simulated user.
 
-Such an environment runs itself and asks its agent for one message after another. Here its agent is
-a stand-in that waits for the messages that the trajectory sends through a tool. All environments
+Such an environment runs itself and wants one message after another from its agent. Here its agent
+is a stand-in that waits for the messages that the trajectory sends through a tool. All environments
 share one thread with an event loop of its own, since games may block theirs.
 """
 

@@ -126,8 +126,8 @@ def _with_repeated(line: MetricsLine) -> MetricsLine:
 
 
 def read_study(path: Path, label: str | None = None) -> list[Record]:
-    """Returns the finished runs of a study's file of results; one that stands there twice counts
-    once, as it stands last.
+    """Returns the finished runs of a study's file of results; of one that is there twice
+    the last.
 
     Raises:
         DataError: a line is no run, or there is none.
@@ -161,7 +161,7 @@ def records_of(lines: Iterable[Line], label: str | None = None) -> list[Record]:
 
 
 def _metrics_of(line: Line) -> list[MetricsLine]:
-    """Metrics of each update, of its curve, which holds sums, and of its columns."""
+    """Metrics of each update, of its curve, which has sums, and of its columns."""
     columns = dict(line.get("updates") or {})
     before: dict[str, float] = {}
     found: dict[float, dict[str, float]] = {}

@@ -35,7 +35,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Folder of runs and of results.jsonl. Default: runs/NAME, with the results beside the"
+        help="Folder of runs and of results.jsonl. Default: runs/NAME, with the results next to the"
         " study, in NAME.jsonl.",
     ),
 ]

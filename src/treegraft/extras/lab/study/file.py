@@ -27,14 +27,14 @@ class World(_Table):
     settings: dict[str, Any] = {}
     """Tables of settings, as in a recipe."""
     warmup: str | None = None
-    """Name of the warm-up of its runs; None takes the only one there is, "" the recipe's model."""
+    """Name of the warm-up of its runs; None means the only one there is, "" the recipe's model."""
 
 
 class Arm(_Table):
     """One method."""
 
     base: str | None = None
-    """Name of an arm whose settings, buffer and command it takes over where it names none."""
+    """Name of an arm whose settings, buffer and command it has unless it names its own."""
     settings: dict[str, Any] = {}
     """Tables of settings, as in a recipe. With a warm-up of the study, [warmup] is that of a
     further imitation: it starts from the defaults and num_steps = 0."""
@@ -46,7 +46,7 @@ class Arm(_Table):
     """Development runs by which its settings were chosen; tables mark an arm with fewer than
     another."""
     tuning_calls: float = Field(0.0, ge=0)
-    """Executed tool calls that these took, shown beside its results."""
+    """Executed tool calls of these, which tables print with its results."""
     tuning_cpu_s: float = Field(0.0, ge=0)
     """The same in CPU seconds."""
 
@@ -76,11 +76,11 @@ class Buffer(_Table):
     samples: int = Field(16, ge=1)
     """Attempts at each training task."""
     keep: int = Field(5, ge=1)
-    """Trajectories kept of each task, the best by reward."""
+    """Trajectories stored of each task, the best by reward."""
     min_reward: float = 0.0
-    """Only trajectories with a reward above this are kept."""
+    """Only trajectories with a reward above this are stored."""
     source: str | None = None
-    """Name of a buffer that this one is made from by `maker`; None asks the expert."""
+    """Name of a buffer that this one is made from by `maker`; None means the expert's."""
     maker: str = ""
     """Import path of a function that makes it: maker(source, out, config=, seed=, checkpoint=)
     writes the file `out` and returns counts, such as {"trajectories": 40, "cpu_s": 1.5}."""
@@ -93,7 +93,7 @@ class StudyFile(_Table):
 
     recipe: str
     """Recipe that all runs start from: a path from the study's folder, or the name of a shipped
-    one. `base = "FILE"` takes the tables of another study, and puts those of this one over them."""
+    one. `base = "FILE"` loads the tables of another study below those of this one."""
     title: str = ""
     """A sentence above the tables."""
     pairs: int = Field(10, ge=1)
@@ -107,7 +107,7 @@ class StudyFile(_Table):
     primary: str | list[str] = []
     """Arm, or arms, that are each compared with all others; none for no such tests."""
     at_calls: list[float] = []
-    """Executed calls at which tables compare arms; empty takes, pair by pair, the total of the arm
+    """Executed calls at which tables compare arms; empty means, pair by pair, the total of the arm
     that makes the fewest."""
     at_cpu_s: list[float] = []
     """The same in CPU seconds."""
@@ -117,7 +117,7 @@ class StudyFile(_Table):
     """Former arms, whose method this version lacks: tables show their runs that the file of results
     has, and none is made."""
     results: str | None = None
-    """File of results, from the study's folder, with a name that ends in .jsonl; None takes the
+    """File of results, from the study's folder, with a name that ends in .jsonl; None means the
     study's own name. Where studies share one, a run that several of them need is made once."""
     keep: Literal["none", "last", "all"] = "none"
     """What stays of a run's folder once its line is written: nothing, its settings, metrics and
@@ -139,7 +139,7 @@ class StudyFile(_Table):
         return [self.primary] if isinstance(self.primary, str) else self.primary
 
     def arm(self, name: str) -> Arm:
-        """Returns an arm with what it takes over from its bases."""
+        """Returns an arm with what its bases add."""
         own = self.arms[name]
         if own.base is None:
             return own
@@ -158,7 +158,7 @@ def removed_name(arm: str) -> str:
 
 
 def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
-    """Returns the study of a file, with its table [smoke] put over the others where asked for.
+    """Returns the study of a file, with its table [smoke] put over the others on request.
 
     Raises:
         SettingError: no such file, unknown keys, values of the wrong type, names that the file does
@@ -168,7 +168,7 @@ def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
     overlay = data.pop(SMOKE, None)
     study = _checked(data, path)
     if overlay is not None:
-        # Also where it is not asked for: a study is right as a whole or not at all.
+        # Also without --smoke: a study is right as a whole or not at all.
         small = _checked(recipe.merged(data, overlay), path)
         return small if smoke else study
     if smoke:

@@ -22,14 +22,14 @@ TOKENS = "rollout/num_sampled_tokens"
 SECONDS = "time/cpu_s"
 COSTS = (CALLS, TOKENS, SECONDS)
 BY_UPDATE = (CALLS, TOKENS, "learn/entropy", "time/rollout_s", "time/learn_s")
-"""Metrics of each update that a line holds beside its curve."""
+"""Metrics of each update in a line, which its curve lacks."""
 
 
 def read_results(path: Path) -> list[Line]:
     """Returns the finished runs of a file of results; a last line that a crash cut off is left out.
 
     Raises:
-        DataError: a line that holds no run.
+        DataError: a line that is no run.
     """
     found: list[Line] = []
     number = 0
@@ -98,7 +98,7 @@ def lines_of(plan: Plan, path: Path) -> list[Line]:
 
 def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     """Returns the finished runs of arms that a study has no more, with a mark at their names; the
-    last line of each key, since nothing tells which settings the study gave them."""
+    last line of each key, since the study has no settings for them any more."""
     found: dict[Key, Line] = {}
     for line in read_results(path):
         if key_of(line) in keys:
@@ -224,7 +224,7 @@ def by_update(lines: Sequence[Mapping[str, float]]) -> Line:
     for key in BY_UPDATE:
         column: list[float | None] = []
         for line in lines:
-            # Six digits are more than a figure shows.
+            # Six digits are more than a figure can resolve.
             column.append(float(f"{_spent(line, key):.6g}") if key in line else None)
         if column.count(None) < len(column):
             columns[key] = column
@@ -250,6 +250,6 @@ def _spent(line: Mapping[str, float], cost: str) -> float:
         # An environment had to repeat them for a branch.
         return own + line.get(REPLAYED, 0.0)
     if cost == SECONDS:
-        # Imitation before the first update stands in the line of update 0.
+        # Imitation before the first update is in the line of update 0.
         return own + line.get("time/warmup_cpu_s", 0.0)
     return own

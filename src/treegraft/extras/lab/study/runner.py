@@ -105,7 +105,7 @@ def run_study(
         if num_others:
             say(
                 f"{results}: {counted(num_others, 'run')} with other settings than the study has"
-                " now, kept there and not counted"
+                " now, which are not counted"
             )
         missing: dict[str, RunPlan] = {}
         for run in plan.runs:
@@ -188,7 +188,7 @@ class _Work:
                 self._take(outcome)
 
     def _next(self) -> Job | None:
-        """The first job that can begin; those whose needs have failed are given up."""
+        """The first job that can begin; those whose needs have failed never begin."""
         for job in list(self._waiting):
             # Else a failed warm-up would leave the study waiting for ever.
             causes = [one for one in job.needs if one.fingerprint in self._failed]
@@ -211,7 +211,7 @@ class _Work:
         if not isinstance(job, RunPlan):
             self._say(f"{seconds}  {job.title}")
             return
-        # All runs that this one stands for.
+        # All runs with equal settings: one result is a line for each.
         same = [run for run in self._plan.runs if run.fingerprint == job.fingerprint]
         today = {"date": time.strftime("%Y-%m-%d")}
         add_results(self._results, same, {**today, **self._facts, **outcome.result})
@@ -230,7 +230,7 @@ def _in_order(job: Job) -> Iterator[Job]:
 
 
 def _tidy(run_dir: Path, keep: str) -> None:
-    """Removes what is not to be kept of a finished run, whose line is on the disk."""
+    """Removes what `StudyFile.keep` does not name of a finished run, whose line is on the disk."""
     if keep == "none":
         # A study has hundreds of runs, whose checkpoints would fill the disk.
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -252,7 +252,7 @@ def commit_of(package: Path = PACKAGE) -> Line:
     try:
         # Fails where the package is not a part of the clone but installed below it.
         git("ls-files", "--error-unmatch", ".")
-        # Not the results beside the studies, which each run changes.
+        # Not the results of studies, which each run changes.
         paths = (".", ":(top)recipes", ":(top)studies/*.toml")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
         return {"commit": git("rev-parse", "HEAD"), "is_dirty": bool(changed)}

@@ -1,4 +1,4 @@
-"""What a worker process does: a warm-up, a buffer or a run, from wherever it stands to its end."""
+"""What a worker process does: a warm-up, a buffer or a run, from its last checkpoint to its end."""
 
 from __future__ import annotations
 
@@ -221,7 +221,8 @@ NUM_HASHES = 300_000
 
 def calibrate() -> float:
     """Returns the CPU seconds of a fixed small computation in this process, some tenths, by which
-    those of different machines are compared. Beside other work it takes longer, as runs do."""
+    those of different machines are compared. Other work on the machine slows it
+    down, as it does runs."""
     matrix = np.full((128, 128), 1 / 128, dtype=np.float32)
     digest = b""
     began = time.process_time()

@@ -21,7 +21,7 @@ class _SamplerFields(Settings):
     was not rolled out yet has the mean rate."""
     num_references: int = setting(0, ge=0, idle_unless=_BY_DIFFICULTY)
     """Tasks, drawn evenly, that are rolled out for their rates alone (K, 256 in the paper, with 512
-    tasks an update), every second update; 0 takes the rates that training itself shows, at no
+    tasks an update), every second update; 0 means the rates of training itself, at no
     cost."""
 
 

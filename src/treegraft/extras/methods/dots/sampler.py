@@ -27,12 +27,12 @@ TARGET = 0.5
 EVERY = 2
 """μ of the paper, updates that one reference set serves."""
 DECAY = 0.8
-"""Ours: what a rollout that training has shown still counts after one more update, since the policy
+"""Ours: what a rollout of training still counts after one more update, since the policy
 changes."""
 ATTENTION_TEMPERATURE = 0.2
 """A rate weighs as exp(cosine / this); benchmarks/difficulty.py measures the predictions."""
 PRIOR = 2.0
-"""Rollouts that the prediction of a task's rate weighs as much as, beside its own."""
+"""Rollouts that the prediction of a task's rate weighs as much as."""
 NUM_COMPARED = 1024
 """Latest tasks with known rates from which the others are predicted."""
 _NUM_ROWS = 1024
@@ -98,7 +98,7 @@ def keyed_order(logits: Floats, *keys: tuple[int | str, ...]) -> list[int]:
     """
 
     def clock(place: int) -> float:
-        # In logs, as chances may be far below what a float holds.
+        # In logs, as chances may be far below the smallest float.
         exponential = -math.log1p(-keyed.keyed_unit(*keys[place]))
         return math.log(max(exponential, 1e-300)) - float(logits[place])
 
@@ -141,7 +141,7 @@ class Difficulty(Epochs):
     `predicted_rates`; the code draws the tasks of μ updates at once and shuffles them, here each
     update draws from those that are left. The form without a reference set is our own; its decayed
     counts with a prior are those of MoPPS (Qu et al., arXiv 2507.04632), which draws a rate for
-    each task from its posterior where this takes the mean.
+    each task from its posterior; this has the mean.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, settings: Any) -> None:
@@ -191,7 +191,7 @@ class Difficulty(Epochs):
         self._seen = {}
         rates = []
         for tree in trees:
-            # A tree whose rollouts all had help tells nothing of what the agent can do.
+            # Rollouts with help are no evidence of what the agent can do.
             if own := _own_rewards(tree):
                 self._seen[tree.task.id] = _Seen(math.fsum(own), float(len(own)), number)
                 rates.append(fmean(own))
