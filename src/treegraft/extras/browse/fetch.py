@@ -179,7 +179,7 @@ class Fetcher:
                 client.stream("GET", target, headers=headers, extensions=extensions) as response,
             ):
                 if is_page:
-                    _refuse_by_headers(url, response)
+                    _refuse_by_headers(url, response, max_bytes)
                 body = bytearray()
                 async for chunk in _decompressed(response, max_bytes + 1):
                     body += chunk
@@ -298,7 +298,7 @@ def _netloc(host: str, port: int | None) -> str:
     return f"{shown}:{port}" if port else shown
 
 
-def _refuse_by_headers(url: str, response: httpx.Response) -> None:
+def _refuse_by_headers(url: str, response: httpx.Response, max_bytes: int) -> None:
     """Raises `NotFetched` where status and headers alone rule a page out."""
     if response.status_code in _REDIRECTS:
         return
@@ -313,6 +313,10 @@ def _refuse_by_headers(url: str, response: httpx.Response) -> None:
             " text or a PDF",
             code="page-type",
         )
+    # Before the download; a server that gives no length is cut off while it sends.
+    length = response.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes", code="page-too-large")
 
 
 async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:

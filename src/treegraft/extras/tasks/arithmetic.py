@@ -132,7 +132,7 @@ class ReasoningGym(OpenTasks):
                     f"{self._settings.generator}: {len(tasks)} different {name} questions instead"
                     f" of {wanted}; with these tasks.arithmetic.params the generator has too few"
                 )
-        return found
+        return tuple(found)
 
     @cached_property
     def _eval(self) -> tuple[Task, ...]:
