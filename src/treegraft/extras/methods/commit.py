@@ -156,7 +156,7 @@ class CommitBranching(Independent):
     def _tools(self, members: Sequence[Trajectory]) -> list[str | None]:
         """The tools whose calls are begun in turn, those that were called; None, if that is one or
         none, for the first one that there is."""
-        called: dict[str | None, None] = {}
+        called: dict[str, None] = {}
         for path in members:
             for step in filter(_is_own, path.steps):
                 called |= dict.fromkeys(call.name for call in step.content.calls)

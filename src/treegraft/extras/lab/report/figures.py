@@ -215,8 +215,8 @@ def _accuracy_axis(panel: Axes) -> None:
 def over_updates(data: Data, keys: Sequence[str]) -> Figure:
     """Returns metrics over updates, a column of panels each; those that no run recorded are left
     out."""
-    absent = []
-    present = []
+    absent: list[str] = []
+    present: list[str] = []
     for key in keys:
         (present if data.has(key) else absent).append(key)
     if not present:

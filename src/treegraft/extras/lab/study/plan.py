@@ -200,8 +200,9 @@ class _Planner:
         except SettingError as error:
             raise SettingError(f"{path}: 'recipe': {error}", code="study-recipe-invalid") from error
         named: set[str] = set()
-        for one in (*study.worlds.values(), *study.arms.values(), *study.buffers.values()):
-            named |= recipe.flatten(one.settings).keys()
+        for kind in (study.worlds, study.arms, study.buffers):
+            for one in kind.values():
+                named |= recipe.flatten(one.settings).keys()
         # Free keys of a setting's table are no settings.
         self._differing = sorted(named & {row.name for row in setting_rows(Config())})
 

@@ -238,9 +238,10 @@ def _measured(line: Mapping[str, float]) -> dict[str, float]:
         if kind in line:
             # The second is the greedy one, if both were measured.
             found[kind if found else "accuracy"] = line[kind]
-    for key, value in line.items() if found else ():
-        if key.startswith("eval/pass_"):
-            found[key] = value
+    if found:
+        for key, value in line.items():
+            if key.startswith("eval/pass_"):
+                found[key] = value
     return found
 
 

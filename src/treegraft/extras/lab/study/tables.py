@@ -407,8 +407,8 @@ def _by_accuracy(found: Sequence[Row]) -> list[Row]:
     calls = _first_calls(found)
     if calls is None:
         return list(found)
-    reached = []
-    short = []
+    reached: list[Row] = []
+    short: list[Row] = []
     for row in found:
         # A mean at a budget that some runs did not reach would be one of chosen pairs.
         (short if None in row.at[calls] else reached).append(row)
