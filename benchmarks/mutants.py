@@ -37,7 +37,7 @@ TESTS = {
     "algo": (
         "algo/test_advantages.py algo/test_rapo.py algo/test_arpo.py algo/test_losses.py"
         " policy/test_loss_weights.py algo/test_objectives.py policy/test_credit.py"
-        " extras/test_gigpo.py extras/test_aepo.py"
+        " extras/test_gigpo.py extras/test_aepo.py extras/test_appo.py"
         " policy/test_token_scores.py policy/test_optimiser_steps.py"
         " policy/test_packed_equals_separate.py test_train.py"
     ),

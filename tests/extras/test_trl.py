@@ -546,6 +546,7 @@ RECIPE = {
     "engine.kind=vllm": "engine.kind",
     "model.path=tiny": "model.path",
     "run.num_updates=0": "run.num_updates",
+    "loss.future_weight=0.5": "loss.future_weight",
     "loss.graft_coef=1.0": "loss.graft_coef",
     "loss.lesson_coef=0.5": "loss.lesson_coef",
 }

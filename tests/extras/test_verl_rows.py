@@ -44,6 +44,7 @@ REFUSED = {
     "loss.graft_coef=1.0": "loss.graft_coef",
     "loss.lesson_coef=0.5": "loss.lesson_coef",
     "loss.engine_ratio_cap=2.0": "loss.engine_ratio_cap",
+    "loss.future_weight=0.5": "loss.future_weight",
     "rollout.max_rounds=2": "rollout.max_rounds",
     "sampler.kind=difficulty": "sampler.kind",
     "warmup.num_steps=5": "warmup.num_steps",

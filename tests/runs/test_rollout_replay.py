@@ -111,7 +111,7 @@ def test_a_resumed_run_draws_the_same_groups(
 
 
 def test_groups_that_teach_by_steps_alone_are_replayed(tmp_path: Path) -> None:
-    """Credit may stand at steps alone; no leaf needs an advantage of its own."""
+    """APPO's branches teach the steps above them; no leaf needs an advantage of its own."""
     tree = group(1, "t/1")
     leaves = tuple(replace(leaf, advantage=0.0) for leaf in tree.leaves)
     steps = tuple(replace(step, advantage=0.5 * any(step.loss_mask)) for step in tree.steps)

@@ -143,7 +143,13 @@ def slow_loss(
                 if len(set(advantages)) > 1:
                     own = logprobs[index]
                     ratio = ratio.detach() * torch.exp(own - own.detach())
-            objective = token_objective(loss, ratio, logprobs[index], advantages[index])
+            carried = advantages[index]
+            if getattr(loss, "future_weight", 0):
+                places = [n for n, sampled in enumerate(path.sampled_mask) if sampled]
+                carried *= future_factor(
+                    loss, (logprobs - before).tolist(), mask, places, index, advantages
+                )
+            objective = token_objective(loss, ratio, logprobs[index], carried)
             if loss.engine_ratio_cap is not None:
                 factor_of_engine = math.exp(whole if by_path else gaps[index])
                 objective = objective * min(factor_of_engine, loss.engine_ratio_cap)
@@ -153,6 +159,32 @@ def slow_loss(
             objective = objective + loss.entropy_coef * entropies[index]
             total = total - factor * objective
     return total
+
+
+def future_factor(
+    loss: Any,
+    gaps: Sequence[float],
+    mask: Sequence[bool],
+    places: Sequence[int],
+    index: int,
+    advantages: Sequence[float],
+) -> float:
+    """APPO's 1 + b f of one token: its sum over all later loss tokens, each with its distance on
+    the path; 0 where two tokens of the trajectory are past dual clip."""
+    # An extension, which tests of the core do without.
+    from treegraft.extras.methods import appo_loss
+
+    past = [math.exp(gap) > loss.dual_clip for gap in gaps]
+    if sum(m and far and a < 0 for m, far, a in zip(mask, past, advantages, strict=True)) > 1:
+        return 0.0
+    total = sum(
+        gaps[n] * 2 ** (-(places[n] - places[index]) / appo_loss.HALF_LIFE)
+        for n in range(index, len(gaps))
+        if mask[n] and not past[n]
+    )
+    if advantages[index] < 0 and math.exp(gaps[index]) > 6:
+        return 1.0 + loss.future_weight
+    return 1.0 + loss.future_weight * min(max(math.exp(total), 1.0), appo_loss.HIGHEST)
 
 
 def token_objective(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _FORCED = "Gone since 0.8; 'commit' (docs/methods.md) begins answers and calls in failed groups."
-_APPO = "Gone since 0.8; 'tree_search' (Tree-GRPO) and 'balanced' (AEPO) branch by other rules."
 _BREAD = "Gone since 0.8; explore.prefix.rule = 'prefixrl' begins below stored steps, too."
 _PAIRS = "Gone since 0.8; loss.graft_coef imitates openings that paid, with 'commit'."
 _EVIDENCE = "Gone since 0.8; credit.attribution = 'states' (GiGPO) compares steps in a state."
@@ -44,11 +43,7 @@ _LEARNER = (
 
 REMOVED: dict[str, str] = {
     "answer_leaf": _FORCED,
-    "appo": _APPO,
     "axpo": _FORCED,
-    "entropy_peaks": _APPO,
-    "explore.entropy_peaks": _APPO,
-    **dict.fromkeys(("loss.future_weight", "loss.future_half_life", "loss.future_highest"), _APPO),
     "explore.axpo": _FORCED,
     "explore.prefix.num_probes": _BREAD,
     "explore.prefix.rule.bread": _BREAD,
@@ -179,6 +174,8 @@ _CONSTANT: dict[str, str] = {
     "credit.discount": "0.95",
     "loss.kept_high": "1",
     "loss.graft_gamma": "0.1",
+    "loss.future_half_life": "64",
+    "loss.future_highest": "1.2",
     "learn.final_lr_frac": "0",
     "learn.vocab_chunk": "2,048",
     "warmup.min_reward": "none; warmup.num_best chooses demonstrations",

@@ -3,6 +3,7 @@ them."""
 
 BUILT_IN = (
     "treegraft.extras.methods.aepo",
+    "treegraft.extras.methods.appo",
     "treegraft.extras.methods.call_rewards",
     "treegraft.extras.methods.commit",
     "treegraft.extras.methods.dots.plugin",

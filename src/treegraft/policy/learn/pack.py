@@ -462,7 +462,7 @@ def num_imitated_tokens(tree: Tree) -> int:
 
 def without_branches(tree: Tree) -> Tree:
     """Returns the tree without the leaves that count in their group but have no weight in the loss,
-    and without the steps that are theirs alone: no gradient comes from them.
+    APPO's branches, and without the steps that are theirs alone: no gradient comes from them.
 
     Failed and truncated leaves stay, for the record of their log-probabilities.
     """

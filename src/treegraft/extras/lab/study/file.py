@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,11 +152,6 @@ class StudyFile(_Table):
         return Arm.model_validate({**whole, **given, "settings": settings})
 
 
-def removed_name(arm: str) -> str:
-    """Returns the name that tables give an arm of `StudyFile.removed`."""
-    return f"{arm} (removed since)"
-
-
 def read_study(path: Path, *, smoke: bool = False) -> StudyFile:
     """Returns the study of a file, with its table [smoke] put over the others on request.
 
@@ -226,10 +221,9 @@ def _names_wrong(study: StudyFile) -> Iterator[str]:
         )
     # `only` may name both kinds.
     every = {**study.worlds, **study.arms}
-    used: list[tuple[str, str | None, Collection[str], str]] = []
+    used: list[tuple[str, str | None, Mapping[str, Any], str]] = []
     used += [("only", one, every, "worlds] and [arms") for one in study.only]
-    gone = [removed_name(one) for one in study.removed]
-    used.append(("baseline", study.baseline, [*study.arms, *gone], "arms"))
+    used.append(("baseline", study.baseline, study.arms, "arms"))
     used += [("primary", one, study.arms, "arms") for one in study.primaries]
     for name, world in study.worlds.items():
         used.append((f"worlds.{name}.warmup", world.warmup, study.warmups, "warmups"))

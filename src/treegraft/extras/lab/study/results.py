@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from treegraft import DataError
-from treegraft.extras.lab.study.file import removed_name
 from treegraft.extras.lab.study.plan import Plan, RunPlan
 from treegraft.parts import files, metrics
 
@@ -102,7 +101,7 @@ def removed_runs(path: Path, keys: Collection[Key]) -> list[Line]:
     found: dict[Key, Line] = {}
     for line in read_results(path):
         if key_of(line) in keys:
-            found[key_of(line)] = {**line, "method": removed_name(line["method"])}
+            found[key_of(line)] = {**line, "method": f"{line['method']} (removed since)"}
     return list(found.values())
 
 
