@@ -53,9 +53,7 @@ class TokenReply(NamedTuple):
     logprobs: Sequence[float]
     """[tokens] Of the drawn tokens, under that distribution."""
     entropies: Sequence[float] | None = None
-    """[tokens] By `top_k_entropy`; None where the server reports nothing but the drawn tokens."""
-    bounds: Sequence[float] | None = None
-    """[tokens] The most that these entropies lack, in nats; None where that is not known."""
+    """[tokens] By `top_k_entropy`; None if the server reports nothing but the drawn tokens."""
 
 
 class TokenServer(Protocol):

@@ -263,7 +263,6 @@ def _own_servers(
             environment=_environment(settings, number, packages, sockets),
             log=work / f"server-{number}.log",
             folders=folders,
-            sockets=[path],
         )
         servers.append(Server(url, http, process))
     return http, servers
@@ -274,7 +273,7 @@ def options(config: Config, path: Path) -> list[str]:
     settings = config.engine.vllm
     found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
-    found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    found += ["--enable-scale-out"]
     found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
     if settings.sleep:
         found += ["--enable-sleep-mode"]

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx
@@ -67,15 +66,11 @@ class VllmEngine(ServerEngine):
         self._folders = folders
         self._servers = Servers(servers, settings, expected)
         self._num_asked = NUM_ASKED
-        self._num_tokens: int | None = expected["vocab_size"]
         if expected["entropies"] == "measured":
             self._kind = EntropyKind.EXACT
             self._num_asked = NUM_MEASURED
-            self._num_tokens = None
         self._num_published = 0
         self._num_bytes = 0
-        self._bounds: list[float] = []
-        """Of the entropies of tokens since the last metrics."""
 
     async def open(self) -> None:
         """Starts the servers and waits until they can be sampled from.
@@ -106,9 +101,7 @@ class VllmEngine(ServerEngine):
 
     async def _ask(self, draft: Draft) -> TokenReply:
         tree = draft.request.noise_key[:-1]
-        reply = self._read(await self._servers.ask(tree, self._body(draft)))
-        self._bounds += reply.bounds or ()
-        return reply
+        return self._read(await self._servers.ask(tree, self._body(draft)))
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
@@ -142,7 +135,7 @@ class VllmEngine(ServerEngine):
             EngineError: a reply without them.
         """
         try:
-            return read_reply(reply["choices"][0], self._num_tokens)
+            return read_reply(reply["choices"][0], self._kind)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
@@ -193,16 +186,11 @@ class VllmEngine(ServerEngine):
         metrics = {
             "time/engine_requests": float(counts["requests"]),
             "time/engine_moved": float(counts["moved"]),
-            "time/engine_restarts": float(counts["restarts"]),
             "time/engine_servers": float(len(self._servers.live)),
-            "time/engine_cached_frac": counts["cached"] / max(1, counts["prompt"]),
             "time/publish_bytes": float(self._num_bytes),
         }
-        if self._bounds:
-            metrics["rollout/entropy_tail_bound"] = fmean(self._bounds)
         counts.clear()
         self._num_bytes = 0
-        self._bounds = []
         return metrics
 
     # ------------------------------------------------------------------ the end
