@@ -220,8 +220,6 @@ class Grower:
                     f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start.",
                     code="no-start",
                 )
-            # The cache of this prompt's paths makes room for other trees' at once.
-            self.engine.forget(prompt_ids)
             if growth.stored is not None:
                 self.num_untrue_stored += growth.stored.num_untrue
                 self.num_failed_stored += growth.stored.num_failed

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import queue
 import threading
 from collections.abc import Sequence
@@ -41,7 +40,6 @@ from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 MAX_PREFILL_TOKENS = 512
 """Longest stretch of one prompt or result that a forward pass takes in: longer ones gain little and
@@ -87,7 +85,6 @@ class NativeEngine:
         room = cache_bytes(own.cache_gb, model.device, reserved)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
-        self._room = self._buckets[-1]
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
         self._running: list[LiveRequest] = []
@@ -120,11 +117,6 @@ class NativeEngine:
             " high",
         )
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Drops the blocks cached below a prompt once nothing is under way there."""
-        path_ids = tuple(prefix_ids[:-1])
-        self._submit(Order(lambda: self._cache.forget(path_ids), waits_for_idle=False))
-
     async def publish(self, source: WeightSource, version: int) -> None:
         """Copies the plain model's weights once running requests are done, where they differ from
         those it holds, and drops all cached paths.
@@ -144,10 +136,8 @@ class NativeEngine:
             # Keys and values of the old weights.
             self._cache.clear()
             self.policy_version = version
-            # Memory that a pass lacked may be free again.
-            self._room = self._buckets[-1]
 
-        order = Order(act, waits_for_idle=True)
+        order = Order(act)
         self._submit(order)
         await self._answer(
             order.future, f"version {version} was not published", "requests were still running"
@@ -239,10 +229,8 @@ class NativeEngine:
                 return False
             if isinstance(item, LiveRequest):
                 self._waiting.append(item)
-            elif item.waits_for_idle:
-                self._orders.append(item)
             else:
-                item.act()
+                self._orders.append(item)
         self._waiting = [live for live in self._waiting if not live.future.cancelled()]
         for live in [live for live in self._running if live.future.cancelled()]:
             self._leave(live)
@@ -263,7 +251,7 @@ class NativeEngine:
             if self._running:
                 self._step()
         except torch.OutOfMemoryError as error:
-            self._make_room(error)
+            self._give_up(error)
         return True
 
     def _admit(self) -> None:
@@ -272,28 +260,19 @@ class NativeEngine:
         One that begins like a path which is just being taken in waits for it, and shares its
         blocks.
         """
-        waiting = self._waiting
-        self._waiting = []
-        for number, live in enumerate(waiting):
-            if self._is_being_fed(live.request.prefix_ids):
-                self._waiting.append(live)
+        number = 0
+        while number < len(self._waiting):
+            live = self._waiting[number]
+            prefix_ids = live.request.prefix_ids
+            if self._is_being_fed(prefix_ids):
+                number += 1
                 continue
-            longest = len(live.request.prefix_ids) + live.request.sampling.max_new_tokens
-            try:
-                live.row = self._cache.open(
-                    [*live.request.prefix_ids], min(longest, self.max_context or longest)
-                )
-            except torch.OutOfMemoryError:
-                self._waiting.extend(waiting[number:])
-                # The end of a running one makes room.
-                if self._running:
-                    return
-                raise
+            longest = len(prefix_ids) + live.request.sampling.max_new_tokens
+            live.row = self._cache.open([*prefix_ids], min(longest, self.max_context or longest))
             if live.row is None:
                 # Shorter ones behind it would fit, but then a long path might wait for ever.
-                self._waiting.extend(waiting[number:])
                 return
-            self._running.append(live)
+            self._running.append(self._waiting.pop(number))
 
     def _is_being_fed(self, prefix_ids: Sequence[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
@@ -309,11 +288,7 @@ class NativeEngine:
             self._cache.close(live.row)
 
     def _step(self) -> None:
-        """One forward pass over every row that fits, then sampling where a row is complete.
-
-        Nothing is noted before all is computed, so that a pass which ran out of memory can be
-        repeated.
-        """
+        """One forward pass over every row that fits, then sampling where a row is complete."""
         segments, requests = self._plan()
         hidden = self._run(segments)
         # Behind the path's last token only; a prompt that was taken in by halves has none yet.
@@ -326,22 +301,12 @@ class NativeEngine:
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
             self._append(live, token, logprob, entropy)
 
-    def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Halves the tokens of a pass; where they are few already, fails what would run."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if self._room > MIN_ROWS:
-            self._room = max(MIN_ROWS, self._room // 2)
-            _log.warning(
-                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens"
-                " until the next publish",
-                first_line(error),
-                self._room,
-            )
-            return
+    def _give_up(self, error: torch.OutOfMemoryError) -> None:
+        """Fails the requests that the device has no memory for."""
+        torch.cuda.empty_cache()
         reason = EngineError(
-            f"engine: the device has no memory left for a pass of {self._room} tokens"
-            f" ({first_line(error)}); lower engine.native.cache_gb, learn.max_pack_tokens or"
+            f"engine: the device has no memory left for a forward pass ({first_line(error)});"
+            " lower engine.native.cache_gb, engine.max_rows, learn.max_pack_tokens or"
             " rollout.max_completion_tokens",
             code="device-memory-spent",
         )
@@ -356,7 +321,7 @@ class NativeEngine:
         of."""
         segments: list[Segment] = []
         requests: list[LiveRequest] = []
-        room = self._room
+        room = self._buckets[-1]
         offset = 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.

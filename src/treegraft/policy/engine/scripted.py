@@ -117,9 +117,6 @@ class ScriptedEngine:
                 return ids[:count], StopReason.LENGTH
         return ids, StopReason.STOP
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Has nothing to forget."""
-
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version; there are no weights."""
         self.policy_version = version

@@ -292,9 +292,6 @@ class ServerEngine:
         async with self._places:
             return await self.server.generate(draft.next())
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: servers drop what was used least recently."""
-
     async def publish(self, source: WeightSource | None, version: int) -> None:
         """Takes the version, once running completions are done; the source is not read.
 

@@ -162,9 +162,7 @@ class Server:
         except ValueError as error:
             raise Unreachable(f"{self} did not answer {path} in JSON: {error}") from error
 
-    async def _answer(
-        self, method: str, path: str, body: Any, timeout_s: float | None
-    ) -> bytes:
+    async def _answer(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.request(
