@@ -16,11 +16,9 @@ from tests.support.trees import Part, build_tree
 from treegraft.core.errors import EngineError, ToolUnavailable
 from treegraft.core.types import (
     BranchCause,
-    Observation,
     Origin,
     Start,
     Status,
-    StepContent,
     StopReason,
     Task,
     Tree,
@@ -390,38 +388,6 @@ def test_pass_at_k_by_hand() -> None:
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"k is {k}; expected 1..4"):
             pass_at_k(4, 1, k)
-
-
-def called(tree: Tree, *num_calls: int) -> Tree:
-    """The tree, with so many executed calls in the last step of each leaf."""
-    calls = dict(zip([leaf.step_id for leaf in tree.leaves], num_calls, strict=True))
-    steps = tuple(
-        replace(
-            step, content=StepContent(observations=(Observation(text=""),) * calls.get(step.id, 0))
-        )
-        for step in tree.steps
-    )
-    return replace(tree, steps=steps)
-
-
-def test_passes_within_calls_by_hand() -> None:
-    """Right after 2 and 5 calls, after none, and wrong after 1: with one call one task of three is
-    solved, with two calls two."""
-    sampled = [
-        called(scored((1.0, True), (1.0, True), task_id="a"), 5, 2),
-        called(scored((0.0, False), (1.0, True), task_id="b"), 0, 0),
-        called(scored((0.0, False), (0.0, False), task_id="c"), 1, 0),
-    ]
-    metrics = eval_metrics(None, sampled)
-    found = {name: value for name, value in metrics.items() if "within" in name}
-    assert found == {
-        "eval/pass_within_1": pytest.approx(1 / 3),
-        "eval/pass_within_2": pytest.approx(2 / 3),
-        "eval/pass_within_4": pytest.approx(2 / 3),
-        "eval/pass_within_8": pytest.approx(2 / 3),
-    }
-    # One sample a task has no choice.
-    assert not any("within" in name for name in eval_metrics(None, [scored((1.0, True))]))
 
 
 def test_evaluations_by_hand() -> None:

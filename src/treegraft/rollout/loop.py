@@ -115,21 +115,13 @@ class Grower:
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
-        self.num_untrue_stored = 0
-        """Stored trajectories that nothing was begun below: an environment contradicted them."""
-        self.num_failed_stored = 0
-        """Attempts to look stored trajectories up, or to begin below them, that failed."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns graft/num_without_room where trees are grafted, restart/num_untrue where they
-        begin below stored steps, and starts counting anew."""
-        metrics: dict[str, float] = {}
-        if isinstance(self.explorer, Restarting):
-            metrics["restart/num_untrue"] = float(self.num_untrue_stored)
-            metrics["restart/num_failed"] = float(self.num_failed_stored)
-        elif self.retriever is not None:
-            metrics["graft/num_without_room"] = float(self.num_grafts_without_room)
-        self.num_grafts_without_room = self.num_untrue_stored = self.num_failed_stored = 0
+        """Returns graft/num_without_room if trees are grafted, and starts counting anew."""
+        if self.retriever is None or isinstance(self.explorer, Restarting):
+            return {}
+        metrics = {"graft/num_without_room": float(self.num_grafts_without_room)}
+        self.num_grafts_without_room = 0
         return metrics
 
     async def grow_all(
@@ -220,9 +212,6 @@ class Grower:
                     f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start.",
                     code="no-start",
                 )
-            if growth.stored is not None:
-                self.num_untrue_stored += growth.stored.num_untrue
-                self.num_failed_stored += growth.stored.num_failed
         # Outside the sessions, so that environments are closed while rewards are computed.
         return closed if explorer.wants_rewards else await self._closed(tree, is_scored=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import comb, inf
+from math import comb
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from treegraft.core.types import (
     BranchCause,
     GraftCause,
     Origin,
-    RestartCause,
     RetryCause,
     Status,
     Step,
@@ -24,10 +23,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.explore.compose import asking
-from treegraft.rollout.copied import copied_metrics, found_metrics
-
-CALL_LIMITS = (1, 2, 4, 8)
-"""The T of pass@(k, T) that evaluations of a run report."""
+from treegraft.rollout.copied import copied_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -44,8 +40,7 @@ def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
     return _mean(path.status is status for path in paths)
 
 
-def _own_rewards(tree: Tree) -> list[float]:
-    paths = (path for path in tree.trajectories() if not path.is_stored)
+def _rewards(paths: Iterable[Trajectory]) -> list[float]:
     return [path.reward for path in paths if path.reward is not None]
 
 
@@ -59,16 +54,27 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     paths = _paths(trees)
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
-    groups = [group for tree in trees if (group := _own_rewards(tree))]
+    means: list[float] = []
+    deviations: list[float] = []
+    for tree in trees:
+        if rewards := _rewards(path for path in tree.trajectories() if not path.is_stored):
+            means.append(statistics.fmean(rewards))
+            deviations.append(statistics.stdev(rewards) if len(rewards) > 1 else 0.0)
     counts = _counted(trees)
-    grown = [*trees, *references]
+    totals = Counter[str]()
+    for tree in [*trees, *references]:
+        totals["trajectories"] += len(tree.leaves)
+        totals["tokens"] += tree.budget.num_sampled_tokens
+        totals["calls"] += tree.budget.num_tool_calls
+        for step in tree.steps[1:]:
+            totals["shown"] += len(step.content.observations)
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
-        "reward/mean": _mean(statistics.fmean(group) for group in groups),
-        "reward/std": _mean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups),
-        "rollout/num_trajectories": float(sum(len(tree.leaves) for tree in grown)),
-        "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in grown)),
-        "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in grown)),
+        "reward/mean": _mean(means),
+        "reward/std": _mean(deviations),
+        "rollout/num_trajectories": float(totals["trajectories"]),
+        "rollout/num_sampled_tokens": float(totals["tokens"]),
+        "rollout/num_tool_calls": float(totals["calls"]),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
@@ -79,19 +85,19 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/failed_frac": _ended_frac(own, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
         # What the agent was shown: a stored step's results too, which cost no call here.
-        "rollout/num_shown_calls": float(
-            sum(len(step.content.observations) for tree in grown for step in tree.steps[1:])
-        ),
+        "rollout/num_shown_calls": float(totals["shown"]),
         "branch/num_starts": float(counts["starts"]),
         "branch/num_branches": float(counts["branches"]),
     }
     metrics |= _graft_metrics(trees, paths)
-    metrics |= _restart_metrics(trees, paths)
+    metrics |= _restart_metrics(paths)
     metrics |= _retry_metrics(paths)
-    metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
-    for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
-        values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]
+    parts: dict[str, list[float]] = {}
+    for leaf in scored:
+        for name, value in leaf.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    for name, values in sorted(parts.items()):
         metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
 
@@ -139,25 +145,19 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
     return metrics | copied_metrics(paths)
 
 
-def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
+def _restart_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """The restart/* metrics; none where nothing began below stored steps."""
     stored = [path for path in paths if path.is_stored]
     below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
     if not stored and not below:
         return {}
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
-    causes = [step.cause for path in below for step in path.steps]
-    depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
-    num_places = 0
-    for tree in trees:
-        num_places += len({path.start_id for path in tree.trajectories()} - {ROOT_ID})
     metrics = {
         "restart/num_restarts": float(len(below)),
         "restart/num_whole": float(len(stored)),
-        "restart/num_places": float(num_places),
-    } | ({"restart/steps_mean": _mean(depths)} if depths else {})
+    }
     for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
-        if rewards := [path.reward for path in group if path.reward is not None]:
+        if rewards := _rewards(group):
             metrics[name] = statistics.fmean(rewards)
     return metrics
 
@@ -229,19 +229,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def _pass_within(trees: Sequence[Tree]) -> dict[str, float]:
-    """The share of tasks that one of their trajectories solves with at most T calls: pass@(k, T) of
-    arXiv 2604.14877 with all k samples."""
-    fewest: list[float] = []
-    for tree in trees:
-        calls = [path.num_tool_calls for path in tree.trajectories() if _is_correct(path)]
-        fewest.append(min(calls, default=inf))
-    metrics: dict[str, float] = {}
-    for most in CALL_LIMITS:
-        metrics[f"eval/pass_within_{most}"] = _mean(num <= most for num in fewest)
-    return metrics
-
-
 def _is_correct(path: Trajectory) -> bool:
     return bool(path.leaf.is_correct)
 
@@ -276,22 +263,18 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
                 metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
-        if any(num > 1 for num, _ in counts):
-            metrics |= _pass_within(sampled)
-    every = [*(greedy or ()), *(sampled or ())]
-    paths = _paths(every)
+    paths = _paths([*(greedy or ()), *(sampled or ())])
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
-    given = (path.leaf.environment_reward for path in paths)
-    if known := [reward for reward in given if reward is not None]:
+    # The environment's own reward; None without an environment, or if it failed.
+    rewards = [path.leaf.environment_reward for path in paths]
+    if known := [reward for reward in rewards if reward is not None]:
         metrics["eval/environment_reward"] = _mean(known)
     return metrics
 
 
-def paired_gain(
-    before: Sequence[Tree], after: Sequence[Tree], *, num_resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float, float]:
+def paired_gain(before: Sequence[Tree], after: Sequence[Tree]) -> tuple[float, float, float]:
     """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 %
     bootstrap interval.
 
@@ -302,12 +285,11 @@ def paired_gain(
     Raises:
         ValueError: the two do not hold the same tasks.
     """
+    # Here: loading it takes longer than a small evaluation.
+    from scipy import stats
 
-    def means(trees: Sequence[Tree]) -> dict[str, float]:
-        return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}
-
-    first = means(before)
-    second = means(after)
+    first = _task_means(before)
+    second = _task_means(after)
     if not first or first.keys() != second.keys():
         raise ValueError(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
@@ -315,13 +297,21 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num = len(differences)
-    generator = np.random.default_rng(seed)
-    # In parts, which are those of one draw: that would take 160 kB a task.
-    size = max(1, (1 << 18) // num)
-    parts = [
-        differences[generator.integers(0, num, (min(size, num_resamples - n), num))].mean(axis=1)
-        for n in range(0, num_resamples, size)
-    ]
-    low, high = np.percentile(np.concatenate(parts), [2.5, 97.5])
-    return float(differences.mean()), float(low), float(high)
+    gain = float(differences.mean())
+    # scipy refuses a single value, which has no spread.
+    if len(differences) == 1:
+        return gain, gain, gain
+    found = stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=10_000,
+        # In parts, which are those of one draw: that would take 160 kB a task.
+        batch=max(1, (1 << 18) // len(differences)),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return gain, float(found.low), float(found.high)
+
+
+def _task_means(trees: Sequence[Tree]) -> dict[str, float]:
+    return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}

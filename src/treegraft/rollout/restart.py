@@ -64,10 +64,6 @@ class StoredSteps:
         self._format = format
         self._limits = limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
-        self.num_untrue = 0
-        """Stored trajectories that the environment contradicted."""
-        self.num_failed = 0
-        """Look-ups and openings that failed."""
 
     def take(self, found: Sequence[Sequence[Trace]]) -> None:
         """Takes trajectories of the tree's task, whole and in order."""
@@ -109,7 +105,7 @@ class StoredSteps:
     def _drop(self, number: int) -> None:
         traces, steps, _ = self._usable[number]
         self._usable[number] = (traces, steps, _NOTHING)
-        self.num_untrue += 1
+        _log.info("task '%s': its environment contradicts a stored trajectory", self._tree.task.id)
 
     async def open(self, below: Below, num: int) -> list[tuple[OpenPath, Cause]] | None:
         """Returns `num` paths that stand below stored steps, and why; none of them for a whole
@@ -119,13 +115,12 @@ class StoredSteps:
 
     async def in_time(self, work: Awaitable[_Found]) -> _Found | None:
         """Returns what comes of it within the deadline of a rollout; None for a failure, which is
-        counted: the tree then grows from the prompt."""
+        logged: the tree then grows from the prompt."""
         deadline_s = self._limits.deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 return await work
         except Exception as error:
-            self.num_failed += 1
             reason = str(error) or f"no end within rollout.deadline_s = {deadline_s} s"
             _log.warning(
                 "task '%s': stored trajectories are left out: %s: %s",

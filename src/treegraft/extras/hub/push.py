@@ -232,7 +232,7 @@ def _held_out(of: Trained) -> Iterator[str]:
     update = of.state.update
     lines = [] if of.run_dir is None else RunReader(of.run_dir).clean_metrics()[0]
     line = next((line for line in lines if line["update"] == update), {})
-    pattern = r"eval/(accuracy|accuracy_sampled|pass_at_.*|pass_within_.*)"
+    pattern = r"eval/(accuracy|accuracy_sampled|pass_at_.*)"
     measured = [key for key in line if re.fullmatch(pattern, key)]
     if not measured:
         yield f"No held-out evaluation of this checkpoint (update {update}) is recorded."

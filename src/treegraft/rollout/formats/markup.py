@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
@@ -17,9 +17,6 @@ from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
-SHORT = 120
-NUM_SHORT = 8192
-"""Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
@@ -105,7 +102,6 @@ class MarkedFormat(ABC):
         self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
     ) -> None:
         self._tokenizer = tokenizer
-        self._short_ids = lru_cache(maxsize=NUM_SHORT)(self._encode_anew)
         self._require_think = options.get("require_think", True)
         self._require_boxed = options.get("require_boxed", True)
         self._answer_rule = options.get("answer") or AnswerRule()
@@ -218,12 +214,6 @@ class MarkedFormat(ABC):
         return WITHHELD
 
     def _encode(self, text: str, **options: bool) -> list[int]:
-        # Marks and short results come again and again.
-        if len(text) <= SHORT:
-            return [*self._short_ids(text, **options)]
-        return self._encode_anew(text, **options)
-
-    def _encode_anew(self, text: str, **options: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False, **options))
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -327,7 +317,7 @@ def loosely(marks: Iterable[str]) -> re.Pattern[str]:
     for mark in sorted(marks, key=len, reverse=True):
         tag = re.fullmatch(r"</?([\w.-]+)>", mark)
         patterns.append(rf"<(?:/\s*)?{re.escape(tag[1])}\s*>" if tag else re.escape(mark))
-    return re.compile("|".join(dict.fromkeys(patterns)), re.IGNORECASE)
+    return re.compile("|".join(patterns), re.IGNORECASE)
 
 
 def _natural_unknown(tokenizer: Tokenizer) -> int | None:
