@@ -109,11 +109,9 @@ class ChatFormat(MarkedFormat):
             try:
                 self.render_step(content)
             except ValueError as error:
+                reason = str(error).rstrip(".")
                 raise TemplateRefusal(
-                    "format.kind is 'chat', but the model's chat template writes what cannot be"
-                    f" read back: {error} Name another one with format.chat_template, or set"
-                    " format.kind = 'tags'.",
-                    reason=f"the model's chat template writes what cannot be read back: {error}",
+                    f"the model's chat template writes what cannot be read back: {reason}",
                     code="template-not-read-back",
                 ) from error
 
@@ -272,9 +270,10 @@ class ChatFormat(MarkedFormat):
         return tuple(self._harmless_ids(lambda safe: self._template.results([*map(safe, texts)])))
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
-        return self._harmless_ids(
-            lambda safe: "\n".join(self._shown(value, safe) for value in values)
-        )
+        def render(safe: Callable[[str], str]) -> str:
+            return "\n".join(self._shown(value, safe) for value in values)
+
+        return self._harmless_ids(render)
 
     def _shown(self, value: str | StepContent, safe: Callable[[str], str]) -> str:
         if isinstance(value, str):
@@ -300,7 +299,7 @@ class ChatFormat(MarkedFormat):
         """The tokens of a text with foreign parts, each passed through the function that
         `render` is given, so that none forges anything."""
         # The whole text is rendered at once, since a template may change its parts by each other;
-        # so marks are counted against those of a text that surely holds none. Each attempt keeps
+        # so marks are counted against those of a text that surely has none. Each attempt leaves
         # less of the foreign text: a normaliser can make marks of other characters.
         plain = self._encode(render(lambda _: "x"))
         for safe in (self.sanitized, plain_text, lambda _: WITHHELD):
