@@ -19,7 +19,10 @@ def _words(steps: Iterable[Step]) -> list[str]:
 
 
 def _results(steps: Iterable[Step]) -> list[str]:
-    return [seen.text for step in steps for seen in step.content.observations]
+    texts: list[str] = []
+    for step in steps:
+        texts += [seen.text for seen in step.content.observations]
+    return texts
 
 
 def _stands_in(answer: str, texts: Iterable[str]) -> bool:
@@ -40,14 +43,21 @@ def answer_source(path: Trajectory) -> str | None:
     trace that is plain text counts as words.
     """
     steps = path.steps
-    others = [step for step in steps if step.is_graft]
+    others: list[Step] = []
+    own: list[Step] = []
+    before: list[Step] = []
+    for step in steps[1:]:
+        if step.is_graft:
+            others.append(step)
+        elif step.origin is Origin.POLICY:
+            own.append(step)
+            # Its words only before the first graft: those after it may repeat the graft's. Results
+            # of its own tools count whenever they came.
+            if not others:
+                before.append(step)
     answer = path.leaf.answer
     if not others or answer is None or not answer.split():
         return None
-    own = [step for step in steps[1:] if step.origin is Origin.POLICY]
-    # Its words only before the first graft: those after it may repeat the graft's. Results
-    # of its own tools count whenever they came.
-    before = [step for step in own if step.depth < others[0].depth]
     if _stands_in(answer, [path.task.question, *_words(before), *_results(own)]):
         return "own"
     if _stands_in(answer, _results(others)):

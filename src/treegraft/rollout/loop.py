@@ -321,18 +321,14 @@ class _Growth:
             await self._run_all(0, opened)
             return bool(opened)
         budget = self._tree.budget
-        # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end kept.
-        grown = [
-            (self._ends[one.step_id], granted, one.cause)
-            for one in proposal
-            if isinstance(one, Expand) and one.step_id in self._ends
-            if (granted := budget.grant(Branch(one.num, one.cause)))
-        ]
-        if not grown:
-            return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
         paths: list[tuple[OpenPath, Cause]] = []
-        for end, granted, why in grown:
-            paths += [(path, why) for path in end.copies(granted)]
+        for one in proposal:
+            # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end here.
+            if isinstance(one, Expand) and one.step_id in self._ends:
+                granted = budget.grant(Branch(one.num, one.cause))
+                paths += [(path, one.cause) for path in self._ends[one.step_id].copies(granted)]
+        if not paths:
+            return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
         await self._run_all(0, paths)
         return True
 

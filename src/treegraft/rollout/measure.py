@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import comb
 
@@ -28,8 +28,8 @@ from treegraft.rollout.copied import copied_metrics
 
 def _mean(values: Iterable[float]) -> float:
     """The mean, for flags the share of those that are set; 0 of nothing."""
-    kept = list(values)
-    return statistics.fmean(kept) if kept else 0.0
+    found = list(values)
+    return statistics.fmean(found) if found else 0.0
 
 
 def _paths(trees: Sequence[Tree]) -> list[Trajectory]:
@@ -119,29 +119,29 @@ def _counted(trees: Sequence[Tree]) -> Counter[str]:
 
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
-    causes: list[tuple[Tree, GraftCause]] = []
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    num_grafts = 0
     for tree in trees:
         for step in tree.steps:
-            if isinstance(step.cause, GraftCause):
-                causes.append((tree, step.cause))
-    if not causes:
+            cause = step.cause
+            if isinstance(cause, GraftCause):
+                num_grafts += 1
+                columns["graft/same_task_frac"].append(cause.task_id == tree.task.id)
+                columns["graft/similarity_mean"].append(cause.similarity)
+                columns["graft/cut_frac"].append(cause.num_cut > 0)
+                columns["graft/source_reward_mean"].append(cause.reward)
+    if not num_grafts:
         return {}
-    rewards: dict[bool, list[float]] = {True: [], False: []}
     for path in paths:
+        is_hybrid = _is_hybrid(path.steps)
+        columns["graft/hybrid_frac"].append(is_hybrid)
+        # Left out if there is no such trajectory: a 0 would read as a bad reward.
         if path.reward is not None:
-            rewards[_is_hybrid(path.steps)].append(path.reward)
-    metrics = {
-        "graft/num_grafts": float(len(causes)),
-        "graft/hybrid_frac": _mean(_is_hybrid(path.steps) for path in paths),
-        "graft/same_task_frac": _mean(cause.task_id == tree.task.id for tree, cause in causes),
-        "graft/similarity_mean": _mean(cause.similarity for _, cause in causes),
-        "graft/cut_frac": _mean(cause.num_cut > 0 for _, cause in causes),
-        "graft/source_reward_mean": _mean(cause.reward for _, cause in causes),
-    }
-    # Left out where there is no such trajectory: a 0 would read as a bad reward.
-    for name, is_hybrid in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
-        if rewards[is_hybrid]:
-            metrics[name] = statistics.fmean(rewards[is_hybrid])
+            name = "graft/reward_hybrid" if is_hybrid else "graft/reward_on_policy"
+            columns[name].append(path.reward)
+    metrics = {"graft/num_grafts": float(num_grafts)}
+    for name, values in columns.items():
+        metrics[name] = _mean(values)
     return metrics | copied_metrics(paths)
 
 
@@ -164,18 +164,19 @@ def _restart_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
 
 def _retry_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """The retry/* metrics; none where nothing was tried again."""
-    rewards: dict[tuple[str, str], list[float]] = {}
+    rewards: list[float] = []
+    outcomes: dict[tuple[str, str], set[float]] = {}
     for path in paths:
         if path.is_retry and path.reward is not None:
-            rewards.setdefault((path.task.id, path.start_id), []).append(path.reward)
+            rewards.append(path.reward)
+            outcomes.setdefault((path.task.id, path.start_id), set()).add(path.reward)
     if not rewards:
         return {}
-    groups = list(rewards.values())
     return {
-        "retry/num_retries": float(sum(map(len, groups))),
-        "retry/num_places": float(len(groups)),
-        "retry/mixed_frac": _mean(len(set(group)) > 1 for group in groups),
-        "retry/reward": _mean(reward for group in groups for reward in group),
+        "retry/num_retries": float(len(rewards)),
+        "retry/num_places": float(len(outcomes)),
+        "retry/mixed_frac": _mean(len(found) > 1 for found in outcomes.values()),
+        "retry/reward": _mean(rewards),
     }
 
 
@@ -209,12 +210,14 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
             num_opened = sum(step.depth == 1 for step in tree.steps)
             num_unused += max(0, num_opened - num_starts)
         metrics["branch/unused_frac"] = num_unused / (len(trees) * (num_leaves - num_starts))
-    paths = [path.steps for path in _paths(trees)]
+    is_unused: list[bool] = []
     with asking(explorer, "is_hybrid"):
-        planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
-    if planned:
-        metrics["graft/unused_frac"] = _mean(not _is_hybrid(steps) for steps in planned)
-        if metrics["graft/unused_frac"] == 1:
+        for path in _paths(trees):
+            if explorer.is_hybrid(path.steps[1].ordinals[1]):
+                is_unused.append(not _is_hybrid(path.steps))
+    if is_unused:
+        metrics["graft/unused_frac"] = _mean(is_unused)
+        if all(is_unused):
             metrics["graft/num_grafts"] = 0.0
     return metrics
 
@@ -259,18 +262,22 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
         counts = [(len(one.leaves), sum(map(_is_correct, one.trajectories()))) for one in sampled]
-        # Powers of two up to 2048, as in the field's plots; k = 1 is the accuracy.
-        for k in (2**n for n in range(1, 12)):
-            if counts and all(num >= k for num, _ in counts):
-                metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
+        # Powers of two, as in the field's plots; k = 1 is the accuracy.
+        k = 2
+        while k <= min(counts, default=(0, 0))[0]:
+            metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
+            k *= 2
     paths = _paths([*(greedy or ()), *(sampled or ())])
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
-    # The environment's own reward; None without an environment, or if it failed.
-    rewards = [path.leaf.environment_reward for path in paths]
-    if known := [reward for reward in rewards if reward is not None]:
-        metrics["eval/environment_reward"] = _mean(known)
+    rewards: list[float] = []
+    for path in paths:
+        # None without an environment, or if it failed.
+        if (reward := path.leaf.environment_reward) is not None:
+            rewards.append(reward)
+    if rewards:
+        metrics["eval/environment_reward"] = _mean(rewards)
     return metrics
 
 

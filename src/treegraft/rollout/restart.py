@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeVar
 
 from treegraft.core.errors import SettingError, ToolUnavailable
@@ -85,19 +84,27 @@ class StoredSteps:
                 spans = self._format.render_step(value)
             except ValueError:
                 return
-            own = tuple(token for ids, origin in spans if origin is Origin.POLICY for token in ids)
-            yield _Step(value, tuple(token for ids, _ in spans for token in ids), own)
+            token_ids: list[int] = []
+            own_ids: list[int] = []
+            for ids, origin in spans:
+                token_ids += ids
+                own_ids += ids if origin is Origin.POLICY else ()
+            yield _Step(value, tuple(token_ids), tuple(own_ids))
 
     def _size(self, traces: Sequence[Trace], steps: Sequence[_Step]) -> Stored:
         limit = self._limits.max_completion_tokens
-        ends = list(accumulate(len(step.token_ids) for step in steps))
-        # A call without its result is not a place from which an agent could go on.
-        before = [step.content.answer is None and step.content.observations for step in steps]
-        num_before = next((n for n, fits in enumerate(before) if not fits), len(steps))
-        ends_well = len(steps) == len(traces) and steps[-1].content.answer is not None
+        num_tokens = num_steps = num_called = 0
+        for step in steps:
+            num_tokens += len(step.token_ids)
+            # A call without its result is not a place from which an agent could go on.
+            if step.content.answer is not None or not step.content.observations:
+                break
+            num_called += 1
+            num_steps += num_tokens + MIN_ROOM <= limit
+        is_whole = len(steps) == len(traces) == num_called + 1
         return Stored(
-            num_steps=sum(end + MIN_ROOM <= limit for end in ends[:num_before]),
-            has_answer=bool(ends_well and num_before == len(steps) - 1 and ends[-1] <= limit),
+            num_steps=num_steps,
+            has_answer=is_whole and steps[-1].content.answer is not None and num_tokens <= limit,
             reward=traces[0].reward,
             source=traces[0].source,
         )

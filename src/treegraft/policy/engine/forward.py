@@ -92,9 +92,7 @@ class _Layer:
         mlp = layer.mlp
         self.in_norm = layer.input_layernorm
         self.out_norm = layer.post_attention_layernorm
-        self.head_norms = [
-            getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)
-        ]
+        self.head_norms = _head_norms(attention)
         self.options = AttentionOptions(attention.scaling, _window(attention), None, None)
         self.project = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.join = product(attention.o_proj)
@@ -192,29 +190,36 @@ def _window(attention: Any) -> int | None:
     return window
 
 
+def _head_norms(attention: Any) -> list[Any]:
+    return [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
+
+
 def _layer_problem(layer: Any) -> str | None:
     # By the sets of parts, not by the classes' names: families that copy Llama's layer are many,
     # and one with a part more (a norm behind attention, a router) must not pass.
-    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+    if dict(layer.named_children()).keys() != LAYER_PARTS:
         return "its layers have other parts"
     attention = layer.self_attn
     mlp = layer.mlp
-    parts = {name for name, _ in attention.named_children()}
+    parts = dict(attention.named_children()).keys()
     if parts not in (ATTENTION_PARTS, ATTENTION_PARTS | set(HEAD_NORMS)):
         return "its attention has other parts"
     # The kernel `gate` computes silu and nothing else.
     if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
         return "its activation is not silu"
-    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    linears += [getattr(attention, name) for name in ATTENTION_PARTS]
-    if not all(type(linear) is nn.Linear for linear in linears):
-        return "its products are not plain linear layers"
-    head_norms = [getattr(attention, name) for name in HEAD_NORMS if name in parts]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
-    if not all(hasattr(norm, "variance_epsilon") and norm.weight.dim() == 1 for norm in norms):
-        return "its norms are of another kind"
-    if any(norm.weight.numel() != attention.head_dim for norm in head_norms):
-        return "its norms of queries and keys go over all heads"
+    places = [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    places += [(attention, name) for name in ATTENTION_PARTS]
+    for owner, name in places:
+        # Not isinstance: a quantized layer or an adapter computes something else.
+        if type(getattr(owner, name, None)) is not nn.Linear:
+            return "its products are not plain linear layers"
+    head_norms = _head_norms(attention)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms):
+        if not hasattr(norm, "variance_epsilon") or norm.weight.dim() != 1:
+            return "its norms are of another kind"
+    for norm in head_norms:
+        if norm.weight.numel() != attention.head_dim:
+            return "its norms of queries and keys go over all heads"
     # There the window stands in the configuration alone, and a layer may or may not keep to it.
     if not hasattr(attention, "sliding_window") and (_window(attention) or 0) >= PROBE_LENGTH:
         return "its sliding window is longer than the path that it could be tried on"

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import queue
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -232,8 +233,9 @@ class NativeEngine:
             else:
                 self._orders.append(item)
         self._waiting = [live for live in self._waiting if not live.future.cancelled()]
-        for live in [live for live in self._running if live.future.cancelled()]:
-            self._leave(live)
+        for live in self._running.copy():
+            if live.future.cancelled():
+                self._leave(live)
         # A completion is by one version of the weights, so a publish waits for the running ones;
         # new requests wait for the publish, which would otherwise never find the engine idle.
         if self._orders and not self._running:
@@ -276,11 +278,12 @@ class NativeEngine:
 
     def _is_being_fed(self, prefix_ids: Sequence[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
-        filling = [row for row in self._cache.rows if row.num_unfed > MIN_SHARED]
-        if not filling:
-            return False
-        shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
-        return shared >= self._cache.matched(prefix_ids) + MIN_SHARED
+        shared = 0
+        for row in self._cache.rows:
+            if row.num_unfed > MIN_SHARED:
+                shared = max(shared, common_length(row.token_ids, prefix_ids[:-1]))
+        # Looked up last: most requests find nobody who is taking in their beginning.
+        return shared > 0 and shared >= self._cache.matched(prefix_ids) + MIN_SHARED
 
     def _leave(self, live: LiveRequest) -> None:
         self._running.remove(live)
@@ -292,10 +295,13 @@ class NativeEngine:
         segments, requests = self._plan()
         hidden = self._run(segments)
         # Behind the path's last token only; a prompt that was taken in by halves has none yet.
-        complete = [n for n, one in enumerate(segments) if one.count == one.row.num_unfed]
-        ends = [segments[n].offset + segments[n].count - 1 for n in complete]
-        done = [requests[n] for n in complete]
-        found = self._sample(done, hidden[ends]) if complete else []
+        done: list[LiveRequest] = []
+        ends: list[int] = []
+        for live, segment in zip(requests, segments, strict=True):
+            if segment.count == segment.row.num_unfed:
+                done.append(live)
+                ends.append(segment.offset + segment.count - 1)
+        found = self._sample(done, hidden[ends]) if done else []
         for segment in segments:
             self._cache.fed(segment.row, segment.count)
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
@@ -326,11 +332,9 @@ class NativeEngine:
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
         limit = min(self.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
-        ready = [(live, live.row) for live in self._running if live.row is not None]
-        # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
-        # blocks, so that a shared block which attention has loaded serves several rows.
-        ready.sort(key=lambda pair: (pair[1].num_unfed, [node.block for node in pair[1].nodes]))
-        for live, row in ready:
+        for live in sorted(self._running, key=_place):
+            row = live.row
+            assert row is not None
             count = min(row.num_unfed, limit)
             # Whole chunks or nothing: cut to the room that is left, they would depend on company.
             if offset + count > room:
@@ -344,9 +348,10 @@ class NativeEngine:
     def _run(self, segments: list[Segment]) -> Tensor:
         """Returns the hidden states of the segments' tokens, one after another, and of the
         padding."""
-        count = sum(segment.count for segment in segments)
-        # Where products round by their number of rows, only numbers that round alike are run.
-        rows = next(bucket for bucket in self._buckets if bucket >= count)
+        last = segments[-1]
+        count = last.offset + last.count
+        # If products round by their number of rows, only numbers that round alike are run.
+        rows = self._buckets[bisect_left(self._buckets, count)]
         plan = RaggedPlan(
             rows, self._cache.pool, self._cache.table, segments, self._forward.kernels
         )
@@ -360,7 +365,7 @@ class NativeEngine:
         """Returns token, log-probability and entropy of each request."""
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
-        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        rows = self._buckets[bisect_left(self._buckets, len(requests))]
         padded = functional.pad(hidden, (0, 0, 0, rows - len(requests)))
         logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
         temperatures = [0.0] * len(logits)
@@ -418,6 +423,15 @@ class NativeEngine:
             policy_version=self.policy_version,
         )
         settle(live.future, completion)
+
+
+def _place(live: LiveRequest) -> tuple[int, list[int]]:
+    """Where a request comes in a pass."""
+    row = live.row
+    assert row is not None
+    # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
+    # blocks, so that a shared block which attention has loaded serves several rows.
+    return row.num_unfed, [node.block for node in row.nodes]
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:

@@ -103,22 +103,27 @@ def _biases(linears: Sequence[Any]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     # Query, key and value are one product here, though some models bias only some of them.
-    biases = (
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    )
-    return torch.cat([bias.detach() for bias in biases])
+    biases = []
+    for linear in linears:
+        none = linear.weight.new_zeros(linear.out_features)
+        biases.append((none if linear.bias is None else linear.bias).detach())
+    return torch.cat(biases)
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
     """Returns the function that lays a linear layer's weights out in the way that is fastest here;
     `SeparateLinears` where no layout is faster."""
-    widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
-    step = 0 if kernels is None else kernels.product_step
     # Ours before the library's: of them alone is it known that a row's bits are its own.
-    if kernels is not None and step and not any(width % step for width in widths):
+    if kernels is not None and kernels.product_step and _fits(model, kernels.product_step):
         return functools.partial(LaidOutLinears, kernels)
     return PackedLinears if packs(model) else SeparateLinears
+
+
+def _fits(model: nn.Module, step: int) -> bool:
+    for module in model.modules():
+        if type(module) is nn.Linear and module.in_features % step:
+            return False
+    return True
 
 
 def packs(model: Any) -> bool:
@@ -154,10 +159,9 @@ def _problem() -> str | None:
     """Why the private operators that this rests on cannot be used, found by a small product; None
     where they can."""
     generator = torch.Generator().manual_seed(0)
-    weight, rows, bias = (
-        torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16()
-        for shape in ((96, 64), (20, 64), (96,))
-    )
+    weight = torch.randn(96, 64, generator=generator, dtype=torch.float32).bfloat16()
+    rows = torch.randn(20, 64, generator=generator, dtype=torch.float32).bfloat16()
+    bias = torch.randn(96, generator=generator, dtype=torch.float32).bfloat16()
     plain = functional.linear(rows, weight, bias).float()
     # Private, so another torch may have none or others under these names: tried, not assumed.
     try:

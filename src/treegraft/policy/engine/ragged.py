@@ -7,6 +7,7 @@ Without them, and on a card, torch's operators run it over copies of the blocks,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -222,11 +223,9 @@ def usable_rows(model: Any) -> tuple[int, ...]:
             # Every row must come out alike, wherever it stands.
             upright = linear(rows[:bucket])
             upside_down = linear(rows[:bucket].flip(0)).flip(0)
-            if not (
-                torch.equal(upright, reference[:bucket])
-                and torch.equal(upside_down, reference[:bucket])
-            ):
-                usable.discard(bucket)
+            for found in (upright, upside_down):
+                if not torch.equal(found, reference[:bucket]):
+                    usable.discard(bucket)
     if not usable:
         raise ModelError(
             "engine: no number of rows gives repeatable matrix products on this machine",
@@ -235,10 +234,12 @@ def usable_rows(model: Any) -> tuple[int, ...]:
     head = model.get_output_embeddings()
     # Behind the head stands no activation.
     widths = {module.out_features for module in linears if module is not head}
-    even = {
-        bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)
-    }
-    # Where no number is even, repeatable products are still worth having.
+    even = usable.copy()
+    for bucket in usable:
+        for width in widths:
+            if not _activations_are_even(bucket, width):
+                even.discard(bucket)
+    # If no number is even, repeatable products are still worth having.
     return tuple(sorted(even or usable))
 
 
@@ -246,6 +247,8 @@ def _activations_are_even(bucket: int, width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, width, generator=generator, dtype=torch.float32)
     many = rows.expand(bucket, width).contiguous()
-    alone = (functional.silu(rows), functional.gelu(rows, approximate="tanh"))
-    together = (functional.silu(many), functional.gelu(many, approximate="tanh"))
-    return all(bool((b == a).all()) for a, b in zip(alone, together, strict=True))
+    gelu = functools.partial(functional.gelu, approximate="tanh")
+    for activation in (functional.silu, gelu):
+        if not (activation(many) == activation(rows)).all():
+            return False
+    return True

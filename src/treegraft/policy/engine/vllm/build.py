@@ -121,10 +121,9 @@ def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
     # Idle connections are closed before the server does so, which takes vLLM 5 s: a request sent at
     # that moment would be lost.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-    mounts = {
-        url: httpx.AsyncHTTPTransport(uds=str(path), limits=limits, trust_env=False)
-        for url, path in sockets.items()
-    }
+    mounts = {}
+    for url, path in sockets.items():
+        mounts[url] = httpx.AsyncHTTPTransport(uds=str(path), limits=limits, trust_env=False)
     return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, mounts=mounts)
 
 
@@ -147,12 +146,14 @@ def find_python(settings: VllmSettings) -> str:
     if settings.python is None:
         # The working directory, and the clone that this package is run from.
         places = (Path.cwd(), Path(__file__).parents[5])
-        found = [one / ".vllm-env/bin/python" for one in places]
-        python = next((one for one in found if one.exists()), None)
-        if python is None:
+        for place in places:
+            python = place / ".vllm-env/bin/python"
+            if python.exists():
+                break
+        else:
             raise SettingError(
-                "engine.vllm.python is not set, and there is no"
-                f" {' or '.join(map(str, found))}; expected the Python of an environment with"
+                "engine.vllm.python is not set, and there is no .vllm-env/bin/python in"
+                f" {' or '.join(map(str, places))}; expected the Python of an environment with"
                 f" vLLM. {how} as engine.vllm.python.",
                 code="vllm-python-missing",
             )
@@ -223,11 +224,10 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     """Writes the model as a folder that vLLM loads."""
     inner = base_model(model)
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
-    weights = {
-        name: tensor.cpu().contiguous()
-        for name, tensor in plain_weights(model).items()
-        if name not in tied
-    }
+    weights = {}
+    for name, tensor in plain_weights(model).items():
+        if name not in tied:
+            weights[name] = tensor.cpu().contiguous()
     try:
         inner.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)

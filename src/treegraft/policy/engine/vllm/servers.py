@@ -214,8 +214,12 @@ class Servers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        ours = [one.server.process for one in self.members if one.server.process is not None]
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
+
+        async def stop(member: Member) -> None:
+            if member.server.process is not None:
+                await asyncio.to_thread(member.server.process.stop)
+
+        await asyncio.gather(*map(stop, self.members))
 
     def lost(self, member: Member, fault: str) -> None:
         """Leaves a server out unless it is found well."""
@@ -276,6 +280,8 @@ class Servers:
         way."""
 
         async def each(member: Member) -> None:
+            if member.sleeps:
+                return
             try:
                 await member.server.set_version(_LOADING)
                 # Level 2 keeps no copy of the weights, which the next publish brings.
@@ -284,7 +290,7 @@ class Servers:
             except (Unreachable, EngineError) as fault:
                 _log.warning("%s stays on its GPU while the run learns: %s", member.server, fault)
 
-        await asyncio.gather(*(each(one) for one in self.live if not one.sleeps))
+        await asyncio.gather(*map(each, self.live))
 
     async def publish(self, due: Due) -> None:
         """Gives every live server new weights. No request may be under way.
