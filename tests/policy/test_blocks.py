@@ -181,12 +181,6 @@ def test_a_block_whose_last_child_goes_for_its_copy_can_go_too() -> None:
     check(cache)
 
 
-def test_rows_have_slots() -> None:
-    cache = make_cache(max_rows=2)
-    rows = [cache.open([n, n], 2) for n in range(3)]
-    assert rows[2] is None and {row.slot for row in rows if row is not None} == {0, 1}
-
-
 @given(st.lists(st.integers(0, 2), max_size=80), st.lists(st.integers(0, 2), max_size=80))
 def test_common_length(a: list[int], b: list[int]) -> None:
     expected = next(

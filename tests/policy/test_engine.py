@@ -27,7 +27,6 @@ from tests.support.trees import VOCABULARY
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
-from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.engine import forward
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
@@ -430,40 +429,6 @@ def test_a_long_neighbour_changes_no_bit() -> None:
         return done[2]
 
     assert run(make_engine(), accompanied) == run(make_engine(), alone)
-
-
-@pytest.mark.parametrize(("group", "width"), [(1, 8), (1, 64), (2, 64), (4, 128), (7, 32)])
-def test_attention_rounds_alike_in_any_company(group: int, width: int) -> None:
-    """A query's result, whatever stands in rows below it, slots beside it, or invisible positions
-    after it."""
-    generator = torch.Generator().manual_seed(0)
-    options = AttentionOptions(width**-0.5, None, None, None)
-    keys, values = (torch.randn(3, 2, 1024, width, generator=generator) for _ in range(2))
-    queries = torch.randn(3, 2, 40 * group, width, generator=generator)
-    for num_visible in (5, 64, 200, 300):
-        results = []
-        for slots, rows, length in (
-            (1, 1, 320),
-            (3, 1, 320),
-            (1, 2, 320),
-            (3, 9, 448),
-            (2, 40, 1024),
-            (1, 40, 512),
-        ):
-            visible = (torch.arange(length) < num_visible)[None]
-            parts = partial_attention(
-                queries[:slots, :, : rows * group],
-                keys[:slots, :, :length],
-                values[:slots, :, :length],
-                visible,
-                options,
-            )
-            results.append(merge_partials([parts], None)[0, :, :group])
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            queries[0, :, :group], keys[0, :, :num_visible], values[0, :, :num_visible]
-        )
-        torch.testing.assert_close(results[0], exact, atol=1e-5, rtol=1e-5)
-        assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -974,17 +939,3 @@ def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -
 
     # The second step feeds the last sampled token, five of the result, and three sampled ones.
     assert num_rows_fed(steps) == 49 + 4 + 6 + 3
-
-
-def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
-    """The only row is idle and holds another branch: it must be given up, not waited for."""
-    prompt = ids_of(5, 1)
-    sampling = Sampling(max_new_tokens=3)
-
-    async def work(engine: NativeEngine) -> list[Completion]:
-        return [
-            await engine.complete(Request(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,)))
-            for n in (7, 8, 9)
-        ]
-
-    assert run(make_engine(max_rows=1), work) == run(make_engine(max_rows=9), work)

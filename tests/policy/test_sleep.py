@@ -99,17 +99,6 @@ def test_one_that_cannot_sleep_is_told_of_and_goes_on(
     assert same(found, undisturbed(OTHER, tmp_path, range(6)))
 
 
-def test_without_the_setting_nobody_sleeps(tmp_path: Path) -> None:
-    async def work(engine: VllmEngine) -> None:
-        engine.settings = config.engine
-        await engine.rest()
-
-    with fakes(MODEL) as servers:
-        config = config_of(servers, tmp_path)
-        run_asleep(servers, tmp_path, work)
-        assert servers[0].events == []
-
-
 def test_sleep_is_refused_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,39 +278,6 @@ def test_if_all_fail_it_is_an_error() -> None:
 # ---------------------------------------------------------------------- laws 5 and 12
 
 
-def wander(path: str) -> str:
-    """A reply that depends on the path: up to three searches for words, then an answer."""
-    found = path.count("<result>")
-    return (
-        ANSWER
-        if found >= 3 or path.endswith("w3 w2 </result>")
-        else f"<search>w{(len(path) + found) % 7}</search>"
-    )
-
-
-def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
-    loop, engine = make_loop(
-        wander, num_leaves=1, max_tool_calls=6, max_agent_steps=8, max_completion_tokens=90
-    )
-    for tree in grow(loop, TASKS):
-        path = tree.trajectories()[0]
-        calls = [call for call in engine.calls if call.noise_key[3] == tree.task.id]
-        assert len(calls) == len(path.steps) - 1
-        for index, (call, step) in enumerate(zip(calls, path.steps[1:], strict=True)):
-            before = [token for earlier in path.steps[: index + 1] for token in earlier.token_ids]
-            assert list(call.prefix_ids) == before
-            assert call.sampling.max_new_tokens == 90 - (len(before) - len(path.prompt_ids))
-            wrote = [
-                token for token, one in zip(step.token_ids, step.sampled_mask, strict=True) if one
-            ]
-            text = wander(word_tokenizer().decode(before))
-            expected = word_tokenizer().encode(text, add_special_tokens=False)
-            assert wrote[: len(expected)] == expected and wrote[len(expected) :] in (
-                [],
-                [word_tokenizer().eos_token_id],
-            )
-
-
 def test_the_watch_says_what_is_waited_for() -> None:
     seen: list[dict[str, int]] = []
 
