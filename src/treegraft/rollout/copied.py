@@ -29,6 +29,7 @@ def _stands_in(answer: str, texts: Iterable[str]) -> bool:
     """Whether the answer occurs as a whole word, case and spaces apart: "4" does not occur in
     "41"."""
     parts = [re.escape(part) for part in answer.split()]
+    # Not \b: answers may begin or end with a sign.
     pattern = re.compile(r"(?<!\w)" + r"\s+".join(parts) + r"(?!\w)", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
 

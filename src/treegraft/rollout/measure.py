@@ -147,6 +147,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
 
 def _restart_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """The restart/* metrics; none where nothing began below stored steps."""
+    # Stored leaves earned their reward elsewhere, so they are no outcome of the policy.
     stored = [path for path in paths if path.is_stored]
     below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
     if not stored and not below:
@@ -207,6 +208,7 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         # Leaves that no branch took became fresh starts.
         num_unused = 0
         for tree in trees:
+            # First-level steps beyond the planned starts are the back-fill.
             num_opened = sum(step.depth == 1 for step in tree.steps)
             num_unused += max(0, num_opened - num_starts)
         metrics["branch/unused_frac"] = num_unused / (len(trees) * (num_leaves - num_starts))
@@ -229,6 +231,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass_at_k: k is {k}; expected 1..{num_samples}, the number of samples")
+    # By binomials, not by (1 - c/n)^k, which is biased.
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 

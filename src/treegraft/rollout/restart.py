@@ -144,6 +144,7 @@ class StoredSteps:
             return [] if num == 1 and await self._attach(below.stored) else None
         if not 1 <= count <= size.num_steps:
             return None
+        # First the environment: results that differ make the stored steps untrue here.
         found = await self._enacted(below.stored, steps[:count])
         if found is None:
             return None
@@ -153,6 +154,7 @@ class StoredSteps:
                 return None
             # Kept: each rollout takes a copy or a replay of its own.
             point = session.mark()
+            # Before the first rollout ends and could be the last to need the state.
             point.reserve(num)
             path = self._appended(below.stored, shown, point)
             cause = RestartCause(rule=below.rule, num_steps=count)

@@ -6,7 +6,7 @@ belongs to.
 
 A block begins at a multiple of 64 tokens of its path, so its content is a function of the path
 alone. A full block is read by every path below it; a tail belongs to the one row that lengthens it.
-A block that no row uses is kept until room is needed; the oldest goes first.
+A block that no row uses stays until room is needed; the oldest goes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockPool:
     layer."""
 
     def __init__(self, model: Any, max_bytes: float) -> None:
-        """`max_bytes` limits the blocks that are kept; a path that is alone may take more.
+        """`max_bytes` limits the blocks that stay; a path that is alone may take more.
 
         On a GPU all of them are allocated here: growing would copy and leave holes.
         """
@@ -111,10 +111,12 @@ class PathCache:
 
     def __init__(self, pool: BlockPool, max_rows: int) -> None:
         self.pool = pool
+        # Never fed and never dropped: a full block, below which every path begins.
         self.root = Node(block=-1, parent=None, token_ids=[0] * BLOCK)
         self.table = torch.zeros(max_rows, 16, dtype=torch.int32)
         """[rows, blocks] the block numbers of each row's path."""
         self.rows: list[Row] = []
+        # Reversed, so that the lowest slot is popped first.
         self._free_slots = list(range(max_rows))[::-1]
         self._free_blocks = list(range(pool.num_blocks))
         self._idle: OrderedDict[Node, None] = OrderedDict()
@@ -122,7 +124,7 @@ class PathCache:
         self._num_unused = 0
         """Nodes without users."""
         self.num_evictions = 0
-        """Blocks dropped for others; they cost a prefill if somebody asks for them again."""
+        """Blocks dropped for others; they cost a prefill if a path needs them again."""
 
     def matched(self, path_ids: Sequence[int]) -> int:
         """Returns how many leading tokens of the path are stored, at most all but the last."""
@@ -134,6 +136,7 @@ class PathCache:
         place; None: no room yet."""
         chain, tail, common = self._match(path_ids)
         num_nodes = -(-max_tokens // BLOCK)
+        # Before any block is taken: a row that opens can always come to its end.
         if not self._free_slots or not self._has_room(chain, num_nodes):
             return None
         for node in chain:
@@ -173,11 +176,13 @@ class PathCache:
             self._num_unused += 1
             if not node.children:
                 self._idle[node] = None
+                # A row that ended before its new block was fed leaves nothing worth storing.
                 if not node.token_ids:
                     self._drop(node)
 
     def clear(self) -> None:
         """Drops everything; no row may be under way."""
+        # Nodes alone are dropped; the tensors stay for the next update.
         self._free_blocks.extend(node.block for node in _below(self.root))
         self.root.children.clear()
         self._idle.clear()
@@ -255,6 +260,7 @@ class PathCache:
     def _append(self, row: Row, node: Node) -> None:
         assert node.parent is not None
         node.parent.children.append(node)
+        # A parent is dropped after its children only.
         self._idle.pop(node.parent, None)
         node.num_users = 1
         row.nodes.append(node)

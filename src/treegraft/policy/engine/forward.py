@@ -93,6 +93,7 @@ class _Layer:
         self.in_norm = layer.input_layernorm
         self.out_norm = layer.post_attention_layernorm
         self.head_norms = _head_norms(attention)
+        # No soft cap and no sinks: decoders of Llama's shape have neither.
         self.options = AttentionOptions(attention.scaling, _window(attention), None, None)
         self.project = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.join = product(attention.o_proj)
@@ -148,6 +149,7 @@ class FusedForward:
                 (cosines, sines),
             )
             rows = self._norm(state, layer.join(seen.flatten(1)), layer.out_norm)
+            # One product for both, which reads the input once.
             gate, up = layer.widen(rows).chunk(2, dim=-1)
             is_last = index + 1 == len(self.layers)
             following = self._last_norm if is_last else self.layers[index + 1].in_norm
@@ -220,7 +222,7 @@ def _layer_problem(layer: Any) -> str | None:
     for norm in head_norms:
         if norm.weight.numel() != attention.head_dim:
             return "its norms of queries and keys go over all heads"
-    # There the window stands in the configuration alone, and a layer may or may not keep to it.
+    # There the window is in the configuration alone, and a layer may or may not obey it.
     if not hasattr(attention, "sliding_window") and (_window(attention) or 0) >= PROBE_LENGTH:
         return "its sliding window is longer than the path that it could be tried on"
     return None
@@ -294,6 +296,7 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     ids = _probe_ids(model)
     parts = []
     try:
+        # No memory to spare is needed: a path that is alone may exceed the limit.
         cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
         row = cache.open(ids.tolist(), PROBE_LENGTH)
         assert row is not None
@@ -310,7 +313,7 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
     gap = float((states.float() - plain.float()).norm() / plain.float().norm())
-    # The largest that is rounding; asked this way round, so that NaN is a problem.
+    # The largest that is rounding; compared this way round, so that NaN is a problem.
     if gap <= (1e-4 if model.dtype == torch.float32 else 0.05):
         return None
     return (

@@ -85,6 +85,7 @@ class NativeEngine:
         self._head = OutputHead(model)
         room = cache_bytes(own.cache_gb, model.device, reserved)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
+        # Of a row-wise forward pass any number is exact, so nothing is padded.
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
@@ -92,6 +93,7 @@ class NativeEngine:
         self._orders: list[Order] = []
         self._is_over = threading.Event()
         self.num_forwards = self.num_rows_fed = 0
+        # A daemon, so that a run which dies does not wait for a pass.
         self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
         self._thread.start()
 
@@ -108,6 +110,7 @@ class NativeEngine:
         release_threads()
         loop = asyncio.get_running_loop()
         on_probe = request.on_probe and functools.partial(post, loop, request.on_probe)
+        # A copy, since the caller may lengthen its list while the request waits.
         own = replace(request, prefix_ids=list(request.prefix_ids), on_probe=on_probe)
         live = LiveRequest(own)
         self._submit(live)
@@ -120,10 +123,10 @@ class NativeEngine:
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Copies the plain model's weights once running requests are done, where they differ from
-        those it holds, and drops all cached paths.
+        its own, and drops all cached paths.
 
         Raises:
-            EngineError: names are missing or unknown (the engine keeps its weights), or it has
+            EngineError: names are missing or unknown (its weights stay), or it has
                 died.
             DeadlineExceeded: running requests took longer than engine.deadline_s.
         """
@@ -207,6 +210,7 @@ class NativeEngine:
             else "engine: closed while the request was under way",
             code="engine-died",
         )
+        # All of them: a request without an answer would wait for its whole deadline.
         left: list[LiveRequest | Order | None] = [*self._running, *self._waiting, *self._orders]
         # Not by `empty`: another caller may take the last item between the look and the taking.
         with contextlib.suppress(queue.Empty):
@@ -217,7 +221,7 @@ class NativeEngine:
                 settle(item.future, reason)
 
     def _turn(self) -> bool:
-        """One turn of the loop; False when told to close."""
+        """One turn of the loop; False after `close`."""
         is_idle = not (self._running or self._waiting or self._orders)
         if is_idle and self._inbox.empty():
             # Before the wait below: a team of threads that idles here slows the learner's.
@@ -309,6 +313,7 @@ class NativeEngine:
 
     def _give_up(self, error: torch.OutOfMemoryError) -> None:
         """Fails the requests that the device has no memory for."""
+        # Blocks that the allocator has cached may be what the next pass needs.
         torch.cuda.empty_cache()
         reason = EngineError(
             f"engine: the device has no memory left for a forward pass ({first_line(error)});"
@@ -395,6 +400,7 @@ class NativeEngine:
             if sampling.filters == NO_FILTERS:
                 continue
             path = [*live.request.prefix_ids, *live.sampled]
+            # Temperature is applied by `filtered`, so the draw is at 1.
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
             drawn = sample_tokens(left[None], [1.0], [keys[row]], [len(live.sampled)])
             for column, value in zip(columns, drawn, strict=True):
@@ -404,6 +410,7 @@ class NativeEngine:
         live.sampled.append(token)
         live.logprobs.append(logprob)
         live.entropies.append(entropy)
+        # Before the end is looked for: a step may end with the last token of its probe.
         if live.request.on_probe is not None and len(live.sampled) == live.request.probe_tokens:
             live.request.on_probe(tuple(live.entropies))
         limit = live.request.sampling.max_new_tokens
@@ -441,6 +448,7 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
         EngineError: names are missing or unknown (the model is left as it was), or a shape differs.
     """
     own = model.state_dict()
+    # Before anything is copied, so that a refused publish changes nothing.
     if own.keys() != set(source.names):
         odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(

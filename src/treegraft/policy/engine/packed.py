@@ -29,7 +29,7 @@ and sums run in another order."""
 
 
 class Product(Protocol):
-    """Linear layers with the same input; their outputs stand one after another on the last axis."""
+    """Linear layers with the same input; their outputs follow each other on the last axis."""
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
@@ -66,7 +66,7 @@ class LaidOutLinears:
             self._bias = _biases(self._linears)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        # The kernels read a matrix of rows, whatever axes stand before the last one.
+        # The kernels read a matrix of rows, whatever axes come before the last one.
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
@@ -148,6 +148,7 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
         # Not isinstance: a subclass (quantized, LoRA) computes something else in its forward.
         if type(linear) is nn.Linear and kind is not SeparateLinears:
             product = kind(linear)
+            # On the object, so that hooks and names of the model stay as they are.
             linear.forward = product  # type: ignore[assignment]
             taken.append(product)
     return taken

@@ -78,6 +78,7 @@ class Gathered:
         columns = torch.arange(own_keys.shape[2], device=query.device)
         visible = columns <= rows
         if options.window is not None:
+            # The same condition as in the learner, so that both see the same keys.
             visible &= rows - columns < options.window
         visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
         part = partial_attention(
@@ -172,6 +173,7 @@ class RaggedPlan:
             self._gathered = list(self._groups(query.device))
         keys = self.pool.keys[layer]
         values = self.pool.values[layer]
+        # Zeros, since rows of padding belong to no path and would stay uninitialised.
         output = query.new_zeros(count, heads, width)
         for tokens, part in self._gathered:
             part.store(key[:, tokens], value[:, tokens], keys, values)
@@ -217,10 +219,11 @@ def usable_rows(model: Any) -> tuple[int, ...]:
     usable = set(BUCKETS)
     generator = torch.Generator().manual_seed(0)
     for (_, width), linear in shapes.items():
+        # Random numbers, since equal ones would round alike in any order of a sum.
         rows = torch.randn(BUCKETS[-1], width, generator=generator, dtype=torch.float32)
         reference = torch.cat([linear(part) for part in rows.split(MIN_ROWS)])
         for bucket in BUCKETS:
-            # Every row must come out alike, wherever it stands.
+            # Every row must come out alike, at the beginning and at the end.
             upright = linear(rows[:bucket])
             upside_down = linear(rows[:bucket].flip(0)).flip(0)
             for found in (upright, upside_down):
@@ -232,7 +235,7 @@ def usable_rows(model: Any) -> tuple[int, ...]:
             code="rows-not-repeatable",
         )
     head = model.get_output_embeddings()
-    # Behind the head stands no activation.
+    # No activation follows the head.
     widths = {module.out_features for module in linears if module is not head}
     even = usable.copy()
     for bucket in usable:

@@ -36,7 +36,7 @@ def sample_tokens(
         temperatures: [rows] T; 0 is greedy and scored at T = 1.
         noise_keys: [rows] the keys of the completions; None for greedy rows.
         positions: [rows] tokens of the completion before this one.
-        kernels: those for the logits' type; None takes torch's operators.
+        kernels: those for the logits' type; None means torch's operators.
 
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
@@ -47,7 +47,7 @@ def sample_tokens(
     for temperature, key, position in zip(temperatures, noise_keys, positions, strict=True):
         words = (0, 0, -1) if key is None else (*noise_words(key), position)
         rows.append((temperature if temperature > 0 else 1.0, *words))
-    # A double holds words of 32 bits.
+    # A double is exact for words of 32 bits.
     numbers = torch.tensor(rows, dtype=torch.float64, device=device)
     scale = numbers[:, 0].float()
     draws = numbers[:, 1:].long()

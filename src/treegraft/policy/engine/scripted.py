@@ -99,7 +99,7 @@ class ScriptedEngine:
             return await reply if inspect.isawaitable(reply) else reply
         if not self._list:
             raise EngineError(
-                f"scripted engine: request {len(self.calls)} came, but the list held"
+                f"scripted engine: request {len(self.calls)} came, but the list had"
                 f" {len(self.calls) - 1} replies; add one",
                 code="replies-spent",
             )

@@ -95,6 +95,7 @@ class ChatFormat(MarkedFormat):
         self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
         self.final: tuple[str, ...] = ()
+        # At the end, since it renders and parses with everything above.
         self._check_reading(tools)
 
     def _check_reading(self, tools: Sequence[Tool]) -> None:
@@ -151,6 +152,7 @@ class ChatFormat(MarkedFormat):
             for mark in self._foreign_marks:
                 if mark in text:
                     raise Violation(f"{mark} is not the agent's to write")
+            # Special tokens other than calls' marks would open turns of other roles.
             if self._specials.count(ids):
                 raise Violation("a special token inside the turn")
             if not has_ended:
@@ -238,8 +240,7 @@ class ChatFormat(MarkedFormat):
         """Returns the thought of a turn and the mark of a call, or where calls have none, their
         JSON up to the tool's name. The tool is the policy's to choose, whatever `tool` says.
 
-        A thought is text in think tags, or all text before a call; text before an answer is not
-        kept.
+        A thought is text in think tags, or all text before a call; text before an answer goes.
         """
         ids, _ = self._before_end(token_ids)
         text = self._decode(ids)
@@ -283,7 +284,7 @@ class ChatFormat(MarkedFormat):
             try:
                 name, arguments = self._arguments(call)
             except ValueError:
-                # A tool that this agent has not: shown, but in no mark that it could take up.
+                # A tool that this agent has not: as text, in no mark that it could repeat.
                 lines.append(safe(f"{call.name}: {call.body.strip()}"))
                 continue
             inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
@@ -297,7 +298,7 @@ class ChatFormat(MarkedFormat):
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
         """The tokens of a text with foreign parts, each passed through the function that
-        `render` is given, so that none forges anything."""
+        `render` receives, so that none forges anything."""
         # The whole text is rendered at once, since a template may change its parts by each other;
         # so marks are counted against those of a text that surely has none. Each attempt leaves
         # less of the foreign text: a normaliser can make marks of other characters.

@@ -64,7 +64,7 @@ class _Reading:
 
 
 class TagsFormat(MarkedFormat):
-    """Steps as tags. `stop` holds the closing tags of the tools, `final` that of the answer."""
+    """Steps as tags. `stop` has the closing tags of the tools, `final` that of the answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
@@ -174,6 +174,7 @@ class TagsFormat(MarkedFormat):
                 raise Violation("a second thought")
             if name != THINK and self._require_think and reading.thought is None:
                 raise Violation(f"no thought before <{name}>")
+            # Any of our tags: one inside another is a violation, not text.
             closing = self._tag.search(text, opening.end())
             if closing is None:
                 return
@@ -238,7 +239,7 @@ class TagsFormat(MarkedFormat):
             if call.name in self._tool_names:
                 ids += self._tagged_ids(call.name, call.body)
             else:
-                # A tool that this agent has not: shown, but in no tag that it could take up.
+                # A tool that this agent has not: as text, in no tag that it could repeat.
                 ids += self._foreign_ids(f"{call.name}: {call.body.strip()}")
         ids += self.observation_ids(content.observations)
         if content.answer is not None:
@@ -257,7 +258,7 @@ class TagsFormat(MarkedFormat):
     def _foreign_ids(self, text: str) -> list[int]:
         safe = self.sanitized(text)
         special = self._specials.ids_with_markup
-        # Each attempt keeps less of the text: a normaliser can make a mark of other characters,
+        # Each attempt leaves less of the text: a normaliser can make a mark of other characters,
         # such as full-width brackets.
         attempts = (
             safe,
@@ -289,6 +290,7 @@ class TagsFormat(MarkedFormat):
             reason = parsed.violation or "it holds a special token or no whole action"
             raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
+            # So that a model which imitates the step learns to stop.
             ids.append(self._tokenizer.eos_token_id)
         return self._spans(ids, content.observations)
 
@@ -354,7 +356,7 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
     steps: list[StepContent] = []
     thought: list[str] = []
     position = 0
-    # Both looked up once: hostile text holds many openings that are never closed.
+    # Both looked up once: hostile text has many openings that are never closed.
     closings: dict[str, list[int]] = {}
     for closing in _ANY_CLOSING.finditer(text):
         closings.setdefault(closing[1], []).append(closing.start())

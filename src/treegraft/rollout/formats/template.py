@@ -52,7 +52,7 @@ class Dialect:
     keeps_thoughts: bool = True
     """Text before a call stays where it is."""
     tags_thoughts: bool = True
-    """A thought stands in think tags, elsewhere it is plain text."""
+    """A thought is in think tags, elsewhere it is plain text."""
     opens_thought: bool = False
     """The opening of a turn opens a thought too."""
     marks: frozenset[str] = frozenset()
@@ -272,6 +272,7 @@ class ChatTemplate:
 
     def _writes_two(self, start: list[Message]) -> bool:
         second = f"{_TOOL}2"
+        # Of another name, since equal calls could be merged.
         dummy = {**self._dummy, "tool_calls": [_call(0, *_PROBE), _call(1, second, {})]}
         try:
             return f'"{second}"' in self._asked([*start, dummy])

@@ -118,7 +118,7 @@ def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
         sockets: by address, those of servers that listen at a file: the folder is ours alone, while
             any user of this machine can reach a port.
     """
-    # Idle connections are closed before the server does so, which takes vLLM 5 s: a request sent at
+    # Idle connections are closed before the server does so, after 5 s in vLLM: a request sent at
     # that moment would be lost.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     mounts = {}
@@ -248,7 +248,7 @@ def _own_servers(
     settings = config.engine.vllm
     work = folders[0]
     sockets = folders[-1]
-    # A link of its own: the folder that holds our package may hold others, which would shadow those
+    # A link of its own: the folder with our package may have others, which would shadow those
     # of the servers' environment.
     packages = work / "packages"
     packages.mkdir()
@@ -274,6 +274,7 @@ def options(config: Config, path: Path) -> list[str]:
     found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
     found += ["--enable-scale-out"]
+    # Of the distribution that was drawn from: after temperature and filters.
     found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
     if settings.sleep:
         found += ["--enable-sleep-mode"]
@@ -289,6 +290,7 @@ def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
     found = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    # Both are for this process's Python and torch, and may break another's.
     for name in ("PYTHONHOME", ALLOCATOR):
         found.pop(name, None)
     if "TORCHELASTIC_RUN_ID" in os.environ and found.get("OMP_NUM_THREADS") == "1":
@@ -324,6 +326,7 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     each = settings.gpus or (visible.split(",") if count > 1 else [visible])
     own = each[number % len(each)]
     shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+    # Whoever sets a share knows how many servers are on the GPU.
     has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:
         raise SettingError(

@@ -84,6 +84,7 @@ class VllmEngine(ServerEngine):
             self.fingerprint = self._servers.due.fingerprint
             self._initial = None
         await self._servers.open()
+        # The shortest, since any server may answer any request.
         limits = [one.identity["max_context"] for one in self._servers.members if one.identity]
         self.max_context = min(limits, default=self.max_context)
         self._is_open.set()
@@ -115,6 +116,7 @@ class VllmEngine(ServerEngine):
             "repetition_penalty": filters.repetition_penalty,
             "seed": asked.seed,
             "logprobs": self._num_asked,
+            # End tokens are in stop_token_ids, so that they stay in the reply.
             "ignore_eos": True,
             "stop_token_ids": asked.stop_token_ids,
             "stop": asked.stop,
@@ -156,6 +158,7 @@ class VllmEngine(ServerEngine):
         due = await self._written(source, version)
         await self._servers.publish(due)
         if former is not None:
+            # Only now: a server may have been reading it until here.
             shutil.rmtree(former, ignore_errors=True)
         self.fingerprint = due.fingerprint
 

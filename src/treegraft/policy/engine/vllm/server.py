@@ -51,7 +51,7 @@ class Process:
         """
         launcher = Path(__file__).with_name("launch.py")
         removed = json.dumps([str(folder) for folder in folders])
-        # Isolated, so that no module beside the launcher is taken for one of Python's own.
+        # Isolated, so that no module next to the launcher hides one of Python's own.
         self._command = [sys.executable, "-I", str(launcher), removed, *command]
         self._environment = dict(environment)
         self.log = log
@@ -64,7 +64,7 @@ class Process:
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command,
-                    stdin=subprocess.PIPE,  # its end tells the launcher that we have ended
+                    stdin=subprocess.PIPE,  # its end is how the launcher sees that we have ended
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._environment,
@@ -146,13 +146,13 @@ class Server:
         return list(answer["results"])
 
     async def version(self) -> str:
-        """Returns the label of the weights that it holds."""
+        """Returns the label of its weights."""
         path = "/weight_info"
         answer = await self._answer("GET", path, None, CONTROL_TIMEOUT_S)
         return str(self._read(path, answer)["weight_version"])
 
     async def set_version(self, label: str) -> None:
-        """Labels the weights that it holds."""
+        """Labels its weights."""
         await self.post("/update_weight_version", {"new_version": label})
 
     def _read(self, path: str, answer: bytes) -> Any:

@@ -28,7 +28,7 @@ from treegraft.settings.policy import EngineSettings
 _log = logging.getLogger(__name__)
 
 MAX_FAULTS = 8
-"""A request that so many servers, or one server so often, failed to answer is given up."""
+"""A request that so many servers, or one server so often, failed to answer ends with an error."""
 READY_S = 600.0
 """Longest wait for a server to become ready or to read weights: large models load for minutes."""
 _LOADING = "loading"
@@ -90,7 +90,7 @@ class Servers:
         self._expected = expected
         self._wait_s = READY_S
         self.members = [Member(one, settings.max_rows) for one in servers]
-        # In the labels of weights, so that a reply by those of another run is told apart.
+        # In the labels of weights, so that a reply by those of another run is recognised.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.due = Due(f"{self.owner}-start")
         self._homes: dict[object, Member] = {}
@@ -174,6 +174,7 @@ class Servers:
                 raise self.death
             member = self._homes.get(home)
             if (member is None or member.state is not State.LIVE) and self.live:
+                # The least busy: groups differ in length, so counting trees would not balance.
                 member = self._homes[home] = min(self.live, key=lambda one: one.load)
             if member is not None and member.state is State.LIVE:
                 return member
@@ -225,6 +226,7 @@ class Servers:
         """Leaves a server out unless it is found well."""
         if member.state is not State.LIVE:
             return
+        # At once, so that requests which wait for a row move too.
         member.state = State.DOWN
         member.fault = fault
         task = asyncio.get_running_loop().create_task(self._look_at(member))
@@ -276,7 +278,7 @@ class Servers:
     # ------------------------------------------------------------------ weights
 
     async def rest(self) -> None:
-        """Has servers leave their GPUs until they are given weights; no request may be under
+        """Has servers leave their GPUs until the next publish; no request may be under
         way."""
 
         async def each(member: Member) -> None:
@@ -284,7 +286,7 @@ class Servers:
                 return
             try:
                 await member.server.set_version(_LOADING)
-                # Level 2 keeps no copy of the weights, which the next publish brings.
+                # Level 2 saves no copy of the weights, which the next publish brings.
                 await member.server.post("/sleep?level=2&mode=wait", timeout_s=self._wait_s)
                 member.sleeps = True
             except (Unreachable, EngineError) as fault:
@@ -299,6 +301,7 @@ class Servers:
             EngineError: no server took them.
         """
         self.due = due
+        # Caches are empty after a publish, so trees may be spread anew.
         self._homes.clear()
         members = self.live
         faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
