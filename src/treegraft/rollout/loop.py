@@ -324,11 +324,11 @@ class _Growth:
             return bool(opened)
         budget = self._tree.budget
         paths: list[tuple[OpenPath, Cause]] = []
-        for one in proposal:
+        for wish in proposal:
             # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end here.
-            if isinstance(one, Expand) and one.step_id in self._ends:
-                granted = budget.grant(Branch(one.num, one.cause))
-                paths += [(path, one.cause) for path in self._ends[one.step_id].copies(granted)]
+            if isinstance(wish, Expand) and wish.step_id in self._ends:
+                granted = budget.grant(Branch(wish.num, wish.cause))
+                paths += [(path, wish.cause) for path in self._ends[wish.step_id].copies(granted)]
         if not paths:
             return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
         await self._run_all(0, paths)
