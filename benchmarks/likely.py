@@ -28,8 +28,7 @@ from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Sampling
 from treegraft.policy.attention_hook import plain_attention
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.engine.served import NUM_ASKED
-from treegraft.policy.engine.vllm.replies import likely_entropies, tail_bounds
+from treegraft.policy.engine.served import NUM_ASKED, top_k_entropy
 from treegraft.policy.load import load_model
 from treegraft.settings.policy import EngineSettings, ModelSettings, NativeSettings
 
@@ -69,8 +68,6 @@ class Path(NamedTuple):
     """Of the answer before the tool's result."""
     after: Pair
     """Of that behind it."""
-    bounds: np.ndarray
-    """[tokens of both] The most that each likely entropy may lack; `rollout/entropy_tail_bound`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,12 +123,11 @@ def _scored(model: Any, key: tuple[int | str, ...], pieces: Sequence[Sequence[in
     exact = -(logprobs.exp() * logprobs).sum(dim=-1)
     largest = logprobs.topk(NUM_ASKED, dim=-1).values
     # The row before a token is that which it was drawn from.
-    likely, tails = likely_entropies(largest[:-1].numpy())
+    likely = np.array([top_k_entropy(row) for row in largest[:-1].tolist()])
     ends = [*itertools.accumulate(map(len, pieces))]
     spans = [slice(ends[0] - 1, ends[1] - 1), slice(ends[2] - 1, ends[3] - 1)]
     first, after = (Pair(exact[:-1].numpy()[span], likely[span]) for span in spans)
-    bounds = tail_bounds(tails, logits.shape[-1] - NUM_ASKED)
-    return Path(key, first, after, np.concatenate([bounds[span] for span in spans]))
+    return Path(key, first, after)
 
 
 def errors(paths: Sequence[Path]) -> dict[str, float]:
@@ -139,7 +135,6 @@ def errors(paths: Sequence[Path]) -> dict[str, float]:
     pairs = [pair for path in paths for pair in (path.first, path.after)]
     exact = np.concatenate([pair.exact for pair in pairs])
     missed = exact - np.concatenate([pair.likely for pair in pairs])
-    bounds = np.concatenate([path.bounds for path in paths])
     return {
         "tokens": len(exact),
         "entropy_mean": round(float(exact.mean()), 4),
@@ -147,8 +142,6 @@ def errors(paths: Sequence[Path]) -> dict[str, float]:
         "missed_median": round(statistics.median(missed), 5),
         "missed_p99": round(float(np.quantile(missed, 0.99)), 4),
         "missed_worst": round(float(missed.max()), 4),
-        "bound_mean": round(float(bounds.mean()), 4),
-        "bound_least_room": float((bounds - missed).min()),
     }
 
 

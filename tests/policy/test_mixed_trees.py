@@ -588,14 +588,3 @@ def test_entropies_beside_grafts_are_made_exact() -> None:
         kinds = {step.entropy_kind for step in tree.steps if any(step.sampled_mask)}
         assert kinds == {EntropyKind.EXACT}
     assert learner.with_exact_entropies([trees[1]], everywhere=True)[0] is trees[1]
-
-
-def test_exact_entropies_cost_no_pass_where_none_is_needed() -> None:
-    trees = [build_tree(RICH, seed=1), with_kind(build_tree(UNGRAFTED), EntropyKind.TOP_K)]
-    learner, _ = make_learner(build_model("llama"))
-    handle = learner.model.register_forward_pre_hook(lambda *_: pytest.fail("a pass was run"))
-    inner = learner.model.model.register_forward_pre_hook(lambda *_: pytest.fail("a pass was run"))
-    done = learner.with_exact_entropies(trees)
-    handle.remove()
-    inner.remove()
-    assert done[0] is trees[0] and done[1] is trees[1]

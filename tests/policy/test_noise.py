@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from treegraft.core.keyed import keyed_int
-from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.kernels.engine import Kernels, kernels_for
 from treegraft.policy.noise import (
     noise_words,
@@ -127,37 +126,6 @@ def test_kernels_draw_the_noise_of_torch(kernels: Kernels) -> None:
         assert int(units.max()) <= 1
 
 
-@pytest.mark.parametrize("by", ["torch", "kernels"])
-def test_uniforms_have_the_uniform_distribution(by: str, kernels: Kernels) -> None:
-    """Kolmogorov-Smirnov over entries, over positions and over keys; chi-square of 64 cells, and of
-    pairs of neighbours in 8 x 8."""
-    draw = philox_gumbels if by == "torch" else kernels.gumbels
-    one = noise_words(("one",))
-    positions = torch.tensor([(*one, n) for n in range(5000)])
-    samples = {
-        "entries": draw(positions[:1], 5000)[0],
-        "positions": draw(positions, 2)[:, 1],
-        "keys": draw(draws_of(5000, "ks"), 1)[:, 0],
-    }
-    for name, gumbels in samples.items():
-        uniforms = (-(-gumbels.double()).exp()).exp()
-        assert float(uniforms.min()) > 0 and float(uniforms.max()) < 1
-        ordered = uniforms.sort().values
-        steps = torch.arange(5001) / 5000
-        gap = max(float((steps[1:] - ordered).max()), float((ordered - steps[:-1]).max()))
-        # 1.95 / sqrt(n) is exceeded once in a thousand; keys and positions are fixed.
-        assert gap < 1.95 / 5000**0.5, name
-        cells = (uniforms * 64).long().bincount(minlength=64)
-        pairs = ((uniforms[::2] * 8).long() * 8 + (uniforms[1::2] * 8).long()).bincount(
-            minlength=64
-        )
-        for counts in (cells, pairs):
-            expected = counts.sum() / 64
-            chi = float(((counts - expected) ** 2 / expected).sum())
-            # Mean 63, variance 126; four deviations.
-            assert abs(chi - 63) < 4 * 126**0.5, name
-
-
 def test_a_million_draws_are_the_same_by_kernels_and_by_torch_but_for_near_ties(
     kernels: Kernels,
 ) -> None:
@@ -173,39 +141,3 @@ def test_a_million_draws_are_the_same_by_kernels_and_by_torch_but_for_near_ties(
         assert ((best[:, 0] - best[:, 1]) < 1e-5).all()
         num_ties += int(differ.sum())
     assert num_ties < 20
-
-
-def test_tokens_of_both_ways_are_the_same_from_a_large_vocabulary(kernels: Kernels) -> None:
-    """In two steps: the sums of blocks differ by rounding between the ways."""
-    logits = 3 * torch.randn(2000, 3000, generator=torch.Generator().manual_seed(2))
-    keys = [("large", n) for n in range(2000)]
-    positions = [n % 9 for n in range(2000)]
-    with_kernels, without = (
-        sample_tokens(logits, [0.8] * 2000, keys, positions, one) for one in (kernels, None)
-    )
-    assert int((with_kernels[0] != without[0]).sum()) <= 1
-    torch.testing.assert_close(with_kernels[2], without[2], atol=1e-4, rtol=0)
-
-
-def test_the_largest_noise_decides_between_equal_logits() -> None:
-    tokens, *_ = sample_tokens(torch.zeros(2, 30), [0.0, 1.0], [None, (1, "train")], [0, 4])
-    slow = [slow_gumbel((1, "train"), 4, entry) for entry in range(30)]
-    assert tokens.tolist() == [0, slow.index(max(slow))]
-
-
-def test_importable_with_torch_alone() -> None:
-    """A server that draws for us has torch but not what our settings need."""
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\n"
-        "for name in ('pydantic', 'transformers', 'httpx', 'typer'): sys.modules[name] = None\n"
-        "import torch\n"
-        "from treegraft.policy.engine.sampling import sample_tokens\n"
-        "print(sample_tokens(torch.zeros(1, 5), [1.0], [(1, 'a')], [2])[0].tolist())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    slow = [slow_gumbel((1, "a"), 2, entry) for entry in range(5)]
-    assert done.stdout.strip() == str([slow.index(max(slow))])

@@ -36,7 +36,6 @@ def test_it_is_an_engine() -> None:
     assert (engine.policy_version, engine.fingerprint) == (0, "")
     asyncio.run(engine.publish(ModelWeights({}), 3))
     assert engine.policy_version == 3
-    engine.forget((1, 2))
     asyncio.run(engine.close())
 
 

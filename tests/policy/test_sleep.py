@@ -28,7 +28,6 @@ from tests.support.tiny import tiny
 from treegraft.core.types import Completion
 from treegraft.policy.engine.vllm.build import build_engine, options
 from treegraft.policy.engine.vllm.engine import VllmEngine
-from treegraft.policy.engine.vllm.servers import State
 from treegraft.policy.weights import ModelWeights
 from treegraft.settings.load import load_config
 
@@ -83,23 +82,6 @@ def test_weights_wake_before_a_publish_and_the_cache_after_it(tmp_path: Path) ->
     )
 
 
-def test_one_that_dies_asleep_is_left_alone_until_the_publish(tmp_path: Path) -> None:
-    """Started while the learner works it would find no room."""
-
-    async def work(engine: VllmEngine) -> list[Completion]:
-        await engine.rest()
-        await asyncio.to_thread(servers[0].die)
-        (member,) = engine._servers.members
-        assert member.state is State.LIVE and member.num_restarts == 0
-        await asyncio.to_thread(servers[0].revive)
-        await engine.publish(ModelWeights(OTHER.state_dict()), 1)
-        return await sampled(engine)
-
-    with fakes(MODEL) as servers:
-        found = run_asleep(servers, tmp_path, work)
-    assert same(found, undisturbed(OTHER, tmp_path, range(6)))
-
-
 def test_one_that_cannot_sleep_is_told_of_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,17 +97,6 @@ def test_one_that_cannot_sleep_is_told_of_and_goes_on(
         found = run_asleep(servers, tmp_path, work)
         assert servers[0].events == ["load"]
     assert same(found, undisturbed(OTHER, tmp_path, range(6)))
-
-
-def test_without_the_setting_nobody_sleeps(tmp_path: Path) -> None:
-    async def work(engine: VllmEngine) -> None:
-        engine.settings = config.engine
-        await engine.rest()
-
-    with fakes(MODEL) as servers:
-        config = config_of(servers, tmp_path)
-        run_asleep(servers, tmp_path, work)
-        assert servers[0].events == []
 
 
 def test_sleep_is_refused_where_there_is_none(

@@ -25,7 +25,6 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Signature, Tokenizer
 from treegraft.core.types import (
     Observation,
-    Origin,
     Status,
     StepContent,
     StopReason,
@@ -104,8 +103,6 @@ def ids_of(kind: str, text: str) -> list[int]:
     return list(tokenizer_of(kind).encode(text, add_special_tokens=False))
 
 
-def end_of(kind: str) -> str:
-    return "<|eot_id|>" if kind == "llama31" else "<|im_end|>"
 
 
 # ---------------------------------------------------------------------- templates
@@ -266,31 +263,6 @@ def test_law_5_a_path_is_what_the_template_writes_of_the_whole_conversation(
     assert "".join(ours.split()) == "".join(whole.split())
     if kind != "hermes":
         assert whole.startswith(ours)
-
-
-@KINDS
-@QUICK
-@given(data=st.data())
-def test_law_4_only_the_agent_s_turns_carry_loss(kind: str, data: st.DataObject) -> None:
-    contents = data.draw(histories(kind))
-    form = form_of(kind)
-    tree = demonstration_tree(form, TASK, contents)
-    for step, content in zip(tree.steps[1:], contents, strict=True):
-        own = [
-            token
-            for token, carries in zip(step.token_ids.tolist(), step.loss_mask, strict=True)
-            if carries
-        ]
-        assert own == step.token_ids[step.origins == Origin.POLICY].tolist()
-        assert own[-1] in ends_of(kind) and not set(own[:-1]) & set(ends_of(kind))
-        parsed = form.parse_step(own)
-        assert (parsed.violation, replace(parsed.content, observations=content.observations)) == (
-            None,
-            content,
-        )
-        assert set(step.origins) == (
-            {Origin.POLICY, Origin.TOOL} if content.observations else {Origin.POLICY}
-        )
 
 
 @KINDS

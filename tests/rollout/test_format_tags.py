@@ -100,7 +100,6 @@ OPEN_KINDS = pytest.mark.parametrize("kind", ["byte", "smollm2"])
 
 # Rendering and reading back
 
-sentences = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
 free_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(str.strip)
 
 

@@ -41,7 +41,6 @@ from treegraft.explore.independent import Independent
 from treegraft.extras.methods.tree_search import TreeSearch, TreeSearchSettings
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics, unused_metrics
@@ -561,15 +560,6 @@ def test_a_long_graft_is_cut_from_the_left_and_counted() -> None:
     assert grafts[0].lesson_ids == ()  # a lesson would teach what nobody was shown
     assert rollout_metrics([tree])["graft/cut_frac"] == 1.0
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
-
-
-@pytest.mark.parametrize(("room", "num_tokens"), [(35, 0), (36, 18), (41, 20)])
-def test_a_cut_graft_has_sixteen_tokens_between_its_tags(room: int, num_tokens: int) -> None:
-    long = StepContent(thought=" ".join(["w8"] * 70))
-    trace = Trace("w0", long, 1.0, "expert", "t/9", 1, False)
-    format = TagsFormat(word_tokenizer(), [], system_prompt="")
-    found = grafted(Retrieved(traces=(trace,), similarity=1.0), format, room)
-    assert len(found.token_ids if found else ()) == num_tokens
 
 
 def test_grafts_do_not_count_as_agent_steps_or_calls() -> None:

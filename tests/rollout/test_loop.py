@@ -16,11 +16,9 @@ from tests.support.trees import Part, build_tree
 from treegraft.core.errors import EngineError, ToolUnavailable
 from treegraft.core.types import (
     BranchCause,
-    Observation,
     Origin,
     Start,
     Status,
-    StepContent,
     StopReason,
     Task,
     Tree,
@@ -280,39 +278,6 @@ def test_if_all_fail_it_is_an_error() -> None:
 # ---------------------------------------------------------------------- laws 5 and 12
 
 
-def wander(path: str) -> str:
-    """A reply that depends on the path: up to three searches for words, then an answer."""
-    found = path.count("<result>")
-    return (
-        ANSWER
-        if found >= 3 or path.endswith("w3 w2 </result>")
-        else f"<search>w{(len(path) + found) % 7}</search>"
-    )
-
-
-def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
-    loop, engine = make_loop(
-        wander, num_leaves=1, max_tool_calls=6, max_agent_steps=8, max_completion_tokens=90
-    )
-    for tree in grow(loop, TASKS):
-        path = tree.trajectories()[0]
-        calls = [call for call in engine.calls if call.noise_key[3] == tree.task.id]
-        assert len(calls) == len(path.steps) - 1
-        for index, (call, step) in enumerate(zip(calls, path.steps[1:], strict=True)):
-            before = [token for earlier in path.steps[: index + 1] for token in earlier.token_ids]
-            assert list(call.prefix_ids) == before
-            assert call.sampling.max_new_tokens == 90 - (len(before) - len(path.prompt_ids))
-            wrote = [
-                token for token, one in zip(step.token_ids, step.sampled_mask, strict=True) if one
-            ]
-            text = wander(word_tokenizer().decode(before))
-            expected = word_tokenizer().encode(text, add_special_tokens=False)
-            assert wrote[: len(expected)] == expected and wrote[len(expected) :] in (
-                [],
-                [word_tokenizer().eos_token_id],
-            )
-
-
 def test_the_watch_says_what_is_waited_for() -> None:
     seen: list[dict[str, int]] = []
 
@@ -390,38 +355,6 @@ def test_pass_at_k_by_hand() -> None:
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"k is {k}; expected 1..4"):
             pass_at_k(4, 1, k)
-
-
-def called(tree: Tree, *num_calls: int) -> Tree:
-    """The tree, with so many executed calls in the last step of each leaf."""
-    calls = dict(zip([leaf.step_id for leaf in tree.leaves], num_calls, strict=True))
-    steps = tuple(
-        replace(
-            step, content=StepContent(observations=(Observation(text=""),) * calls.get(step.id, 0))
-        )
-        for step in tree.steps
-    )
-    return replace(tree, steps=steps)
-
-
-def test_passes_within_calls_by_hand() -> None:
-    """Right after 2 and 5 calls, after none, and wrong after 1: with one call one task of three is
-    solved, with two calls two."""
-    sampled = [
-        called(scored((1.0, True), (1.0, True), task_id="a"), 5, 2),
-        called(scored((0.0, False), (1.0, True), task_id="b"), 0, 0),
-        called(scored((0.0, False), (0.0, False), task_id="c"), 1, 0),
-    ]
-    metrics = eval_metrics(None, sampled)
-    found = {name: value for name, value in metrics.items() if "within" in name}
-    assert found == {
-        "eval/pass_within_1": pytest.approx(1 / 3),
-        "eval/pass_within_2": pytest.approx(2 / 3),
-        "eval/pass_within_4": pytest.approx(2 / 3),
-        "eval/pass_within_8": pytest.approx(2 / 3),
-    }
-    # One sample a task has no choice.
-    assert not any("within" in name for name in eval_metrics(None, [scored((1.0, True))]))
 
 
 def test_evaluations_by_hand() -> None:

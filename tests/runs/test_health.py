@@ -21,7 +21,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.rollout.copied import answer_source, copied_metrics, found_metrics
+from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
 from treegraft.runs import health
 from treegraft.runs.display import PlainDisplay
@@ -402,29 +402,3 @@ def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
             ),
             resume=cut,
         )
-
-
-def searched(reference: str, *results: str, name: str = "search") -> Any:
-    """A trajectory with one call for each result; "!" begins an error."""
-    calls = tuple(ToolCall(name, "q") for _ in results)
-    seen = tuple(Observation(text=one, is_error=one.startswith("!")) for one in results)
-    (path,) = build_tree(Part.of("p", Part("s", reward=0.0))).trajectories()
-    task = Task(id="t", question="q", reference=(reference,) if reference else ())
-    content = StepContent(calls=calls, observations=seen)
-    steps = (path.steps[0], replace(path.steps[1], content=content))
-    return replace(path, task=task, steps=steps)
-
-
-def test_found_answers_on_paper() -> None:
-    paths = [
-        searched("New York", "nothing", "in new  york city"),
-        searched("4", "41 and 14"),
-        searched("4", "!4"),  # an error is no result
-        searched("", "anything"),  # no reference, no judgement
-        searched("4", "4", name="python"),  # computes and looks nothing up
-        searched("a b", "b a", name="wiki_search"),
-    ]
-    assert found_metrics(paths) == {
-        "tools/search_found_frac": 0.5,
-        "tools/wiki_search_found_frac": 0.0,
-    }

@@ -138,8 +138,8 @@ def below(pid: int) -> list[int]:
 
 
 def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
-    """Five updates with branches and grafts, the server killed in the second; every update's trees
-    are those of a run without that."""
+    """Five updates with branches and grafts, one of two servers killed in the second; every
+    update's trees are those of a run without that."""
     settings = tiny(
         run={"num_updates": 5, "tasks_per_update": 3, "dir": str(tmp_path)},
         # Heads of 32, the narrowest that vLLM's attention on a CPU computes.
@@ -150,13 +150,13 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
         eval={"every": 0, "at_start": False},
     )
     runs = {name: {**settings["run"], "name": name} for name in ("undisturbed", "disturbed")}
-    train({**settings, "run": runs["undisturbed"], "engine": served()})
+    train({**settings, "run": runs["undisturbed"], "engine": served(num_servers=2)})
     with killer(tmp_path / "disturbed", after=90) as killed:
-        train({**settings, "run": runs["disturbed"], "engine": served()})
+        train({**settings, "run": runs["disturbed"], "engine": served(num_servers=2)})
     assert killed, "the server was not killed"
     assert assert_same_trees(tmp_path / "disturbed", tmp_path / "undisturbed") > 10
     metrics = read_metrics(tmp_path / "disturbed")
-    assert sum(line.get("time/engine_restarts", 0.0) for line in metrics) == 1.0
+    assert metrics[-1]["time/engine_servers"] == 1.0
     assert max(line.get("learn/engine_gap", 0.0) for line in metrics) < LIMIT
     assert not below(os.getpid()), "processes of a server are left"
     assert not [*tmp_path.glob(".servers-*")]
@@ -196,9 +196,8 @@ def test_servers_sample_what_the_learner_has_learned(rank: int, tmp_path: Path) 
                 again = await asyncio.gather(*map(engine.complete, requests))
                 assert [one.token_ids for one in found] == [one.token_ids for one in again]
                 assert len({one.token_ids for one in found}) > 1
-                bounds = [bound for one in found for bound in check_against_the_model(one)]
-                said = engine.take_metrics()["rollout/entropy_tail_bound"]
-                assert said == pytest.approx(sum(bounds) / len(bounds), abs=LIMIT)
+                for one in found:
+                    check_against_the_model(one)
                 seen.add(found[0].sampling_logprobs[0])
                 learner.imitate([demonstration(found[0])], lr=1e-4)
             assert len(seen) == 3
@@ -209,7 +208,7 @@ def test_servers_sample_what_the_learner_has_learned(rank: int, tmp_path: Path) 
         parts = Part("p" * len(prompt), (Part("s" * len(one.token_ids)),))
         return build_tree(parts, tokens=[*prompt, *one.token_ids])
 
-    def check_against_the_model(one: Completion) -> list[float]:
+    def check_against_the_model(one: Completion) -> None:
         with torch.inference_mode(), plain_attention(learner.model):
             path = torch.tensor([[*prompt, *one.token_ids]])
             logits = learner.model(path).logits[0, len(prompt) - 1 : -1].float()
@@ -220,10 +219,5 @@ def test_servers_sample_what_the_learner_has_learned(rank: int, tmp_path: Path) 
         assert one.entropy_kind is EntropyKind.TOP_K
         assert torch.allclose(torch.tensor(one.sampling_logprobs), own, atol=LIMIT)
         assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
-        tails = 1 - likely.double().exp().sum(dim=1)
-        bounds: torch.Tensor = tails * ((logprobs.shape[1] - 19) / tails).log()
-        missed = -(logprobs.exp() * logprobs).sum(dim=1) - entropies
-        assert (missed < bounds + LIMIT).all()
-        return bounds.tolist()
 
     asyncio.run(main())

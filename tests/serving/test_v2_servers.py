@@ -93,8 +93,6 @@ async def sampled(kind: str, python: str, tmp_path: Path) -> list[Completion]:
             assert found[:1] == [await engine.complete(requests[0])]
             for one in found:
                 check(own, one)
-            bound = engine.take_metrics().get("rollout/entropy_tail_bound")
-            assert (bound is None) is (kind == "measured")
             everything += found
     finally:
         await engine.close()

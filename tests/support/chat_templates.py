@@ -242,7 +242,7 @@ BAD = {
     "the tool_call_id of each call": QWEN25.replace(
         "'\\n<tool_response>\\n' +", "'\\n<tool_response>\\n' + message.tool_call_id +"
     ),
-    "drops the agent's answer": QWEN25.replace(
+    "writes what cannot be read back": QWEN25.replace(
         _CONTENT, "{%- set content = message.content if message.tool_calls else '' %}"
     ),
 }

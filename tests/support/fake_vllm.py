@@ -28,15 +28,14 @@ from treegraft.policy.weights import weights_fingerprint
 
 
 class FakeVllm:
-    """One server on a free port of the loopback; `die` and `revive` as often as wanted."""
+    """One server on a free port of the loopback."""
 
     def __init__(self, model: Any, *, token_s: float = 0.0, **identity: Any) -> None:
         """Args:
-        model: what it starts with, each time.
+        model: what it starts with.
         token_s: seconds that each token takes.
         identity: what it says of itself instead of the truth.
         """
-        self._first = model
         self.token_s = token_s
         self.identity: dict[str, Any] = {
             **identity_of_model(model, dtype="float32", max_context=96),
@@ -50,8 +49,6 @@ class FakeVllm:
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
-        self.padding = 0
-        """Bytes that replies have too many."""
         self.refuse_sleep = False
         self.skip_loads = False
         """Keep the old weights where new ones are to be loaded."""
@@ -59,27 +56,16 @@ class FakeVllm:
         """Sleeps, wakes and loads, in their order."""
         self.most_at_once = 0
         self.num_requests = 0
-        self.num_loads = 0
         self.labels_asked: list[str] = []
         self._listener = listen("127.0.0.1", 0)
-        self._port = int(self._listener.getsockname()[1])
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._thread: threading.Thread | None = None
-        self.revive()
-
-    # ------------------------------------------------------------------ life
-
-    def revive(self) -> None:
-        """Starts, with the first weights."""
-        self.model = copy.deepcopy(self._first)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.model = copy.deepcopy(model)
         self.label = "default"
         self.is_paused = False
         self.measures = False
         """Whether it was asked to report entropies."""
         self.asleep: set[str] = set()
         self.num_running = 0
-        if self._listener.fileno() < 0:
-            self._listener = listen("127.0.0.1", self._port)
         config = uvicorn.Config(
             self._app(), log_level="critical", access_log=False, ws="none", lifespan="off"
         )
@@ -94,8 +80,7 @@ class FakeVllm:
     def die(self) -> None:
         """Ends at once; clients lose their connections."""
         self._server.should_exit = self._server.force_exit = True
-        if self._thread is not None:
-            self._thread.join(10.0)
+        self._thread.join(10.0)
         with contextlib.suppress(OSError):
             self._listener.close()
 
@@ -178,7 +163,6 @@ class FakeVllm:
         assert "weights" not in self.asleep, "there is no memory to load weights into"
         weights = dict(read_folder(path))
         self.events.append("load")
-        self.num_loads += 1
         if self.skip_loads:
             return {"fingerprint": weights_fingerprint(self.model.state_dict())}
         self.model.load_state_dict(weights)
@@ -199,8 +183,7 @@ class FakeVllm:
             choice = await self._write(body["token_ids"], body["sampling_params"])
         finally:
             self.num_running -= 1
-        usage = {"prompt_tokens": len(body["token_ids"])}
-        return JSONResponse({"choices": [choice], "usage": usage, "id": "x" * self.padding})
+        return JSONResponse({"choices": [choice]})
 
     async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         """One choice of a reply, drawn by a generator that begins anew with each request."""

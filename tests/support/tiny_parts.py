@@ -113,9 +113,6 @@ class Habits:
         engine = self._wrong if key[1] == "train" and key[-1] == "0.0" else self._right
         return await engine.complete(request)
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Has nothing to forget."""
-
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version."""
         self.policy_version = version

@@ -4,7 +4,7 @@ recipes/toolstar.toml."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -127,9 +127,6 @@ class Agent:
         "0.START.…"."""
         start = int(str(request.noise_key[-1]).split(".")[1])
         return await self._engines[start].complete(request)
-
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Has nothing to forget."""
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version."""

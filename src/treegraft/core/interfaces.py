@@ -170,9 +170,6 @@ class Engine(Measured, Protocol):
             DeadlineExceeded: no completion in time.
         """
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Tells the engine that no request below this prefix comes before the next publish."""
-
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
         `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""

@@ -83,9 +83,11 @@ REMOVED: dict[str, str] = {
     "engine.vllm.batch_invariant": (
         "Gone since 0.8: set the variable VLLM_BATCH_INVARIANT=1, which servers of a run inherit."
     ),
-    "engine.vllm.max_restarts": "Gone since 0.8: a server is started again three times.",
+    "engine.vllm.max_restarts": (
+        "Gone since 0.8: a server that dies is left out; a resumed run starts its servers again."
+    ),
     "engine.vllm.hang_timeout_s": (
-        "Gone since 0.8: a server that hangs is found by engine.deadline_s at the next publish."
+        "Gone since 0.8: a server that hangs is left out at the next publish (engine.deadline_s)."
     ),
     "buffer.sources": (
         "Gone since 0.8: build or import a buffer of these agents alone"

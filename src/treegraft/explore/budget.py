@@ -17,6 +17,7 @@ class Budget:
 
     def grant(self, proposal: Start | Branch) -> int:
         """Returns how many of the proposed leaves may be opened, and books them."""
+        # Never less than 0: a second stage may ask for leaves of a full tree.
         granted = max(0, min(proposal.num, self.max_leaves - self.state.num_leaves))
         self.state = replace(self.state, num_leaves=self.state.num_leaves + granted)
         return granted

@@ -49,6 +49,7 @@ class Composed:
         for explorer in self._explorers:
             if explorer.probe_tokens is not None:
                 branch = explorer.after_probe(path, probe[: explorer.probe_tokens])
+                # Also one of 0 branches: it has the numbers that its rule saw.
                 wanted += [branch] if branch is not None else []
         if not wanted:
             return None

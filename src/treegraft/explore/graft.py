@@ -59,5 +59,6 @@ class HybridRollout(Independent):
         # The rest of a trajectory is grafted once: the second would begin where the first ended.
         if not self.is_hybrid(path.start) or (self._whole and path.num_grafts):
             return Generate()
+        # By the step's key, so that the coin is the same in a resumed run.
         heads = keyed_unit(*path.noise_key, "graft") < self._probability
         return Graft(whole=self._whole) if heads else Generate()

@@ -115,21 +115,13 @@ class Grower:
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
-        self.num_untrue_stored = 0
-        """Stored trajectories that nothing was begun below: an environment contradicted them."""
-        self.num_failed_stored = 0
-        """Attempts to look stored trajectories up, or to begin below them, that failed."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns graft/num_without_room where trees are grafted, restart/num_untrue where they
-        begin below stored steps, and starts counting anew."""
-        metrics: dict[str, float] = {}
-        if isinstance(self.explorer, Restarting):
-            metrics["restart/num_untrue"] = float(self.num_untrue_stored)
-            metrics["restart/num_failed"] = float(self.num_failed_stored)
-        elif self.retriever is not None:
-            metrics["graft/num_without_room"] = float(self.num_grafts_without_room)
-        self.num_grafts_without_room = self.num_untrue_stored = self.num_failed_stored = 0
+        """Returns graft/num_without_room if trees are grafted, and starts counting anew."""
+        if self.retriever is None or isinstance(self.explorer, Restarting):
+            return {}
+        metrics = {"graft/num_without_room": float(self.num_grafts_without_room)}
+        self.num_grafts_without_room = 0
         return metrics
 
     async def grow_all(
@@ -153,6 +145,7 @@ class Grower:
             EngineError: the engine has died, or every trajectory of every tree failed for a reason
                 of ours.
         """
+        # Tasks in their order, so that the first trees end while others wait.
         gate = asyncio.Semaphore(max_live_trees)
         number = itertools.count(1)
 
@@ -197,6 +190,7 @@ class Grower:
         explorer = self.explorer
         with asking(explorer, "starts", task.id):
             first = explorer.starts(budget.max_leaves)
+        # At least one, whose first observation is part of the prompt.
         num_prepared = max(1, min(first.num, budget.max_leaves))
         async with self.toolbox.sessions(task) as sessions:
             with self.watch.waiting("environments"):
@@ -220,16 +214,11 @@ class Grower:
                     f" '{task.id}', expected 1..{budget.max_leaves}: a tree needs a first start.",
                     code="no-start",
                 )
-            # The cache of this prompt's paths makes room for other trees' at once.
-            self.engine.forget(prompt_ids)
-            if growth.stored is not None:
-                self.num_untrue_stored += growth.stored.num_untrue
-                self.num_failed_stored += growth.stored.num_failed
         # Outside the sessions, so that environments are closed while rewards are computed.
         return closed if explorer.wants_rewards else await self._closed(tree, is_scored=True)
 
     async def _closed(self, tree: OpenTree, *, is_scored: bool) -> Tree:
-        """The tree as it stands between two stages, or at its end."""
+        """The tree between two stages, or at its end."""
         if not is_scored:
             return tree.close()
         with self.watch.waiting("rewards"):
@@ -258,7 +247,7 @@ class _Growth:
         self._sessions = sessions
         self._rounds = Rounds(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
-        """Where branches may be opened: a path that stands there, by the step's ordinals."""
+        """Where branches may be opened: a path that ends there, by the step's ordinals."""
         self._ends: dict[str, OpenPath] = {}
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
@@ -304,7 +293,7 @@ class _Growth:
         return num_granted > 0
 
     async def _run_all(self, num_fresh: int, others: Sequence[tuple[OpenPath, Cause]]) -> None:
-        """Runs first-level rollouts, and paths that stand elsewhere, and all that branches off
+        """Runs first-level rollouts, and paths that begin elsewhere, and all that branches off
         them, to their ends."""
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num_fresh):
@@ -334,23 +323,19 @@ class _Growth:
             await self._run_all(0, opened)
             return bool(opened)
         budget = self._tree.budget
-        # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end kept.
-        grown = [
-            (self._ends[one.step_id], granted, one.cause)
-            for one in proposal
-            if isinstance(one, Expand) and one.step_id in self._ends
-            if (granted := budget.grant(Branch(one.num, one.cause)))
-        ]
-        if not grown:
-            return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
         paths: list[tuple[OpenPath, Cause]] = []
-        for end, granted, why in grown:
-            paths += [(path, why) for path in end.copies(granted)]
+        for wish in proposal:
+            # A state that cannot be had again, past `MAX_REPLAY_CALLS`, has no end here.
+            if isinstance(wish, Expand) and wish.step_id in self._ends:
+                granted = budget.grant(Branch(wish.num, wish.cause))
+                paths += [(path, wish.cause) for path in self._ends[wish.step_id].copies(granted)]
+        if not paths:
+            return await self.open([Start(budget.max_leaves - budget.state.num_leaves)])
         await self._run_all(0, paths)
         return True
 
     def _beside(self, retry: Retry) -> list[OpenPath]:
-        """The paths that the budget grants beside a finished step, which begin with forced tokens:
+        """The paths that the budget grants next to a finished step, which begin with forced tokens:
         those that the explorer names, or the step's thought and the opening of a tool call or an
         answer. None if these leave no room, or if the state cannot be had again."""
         tree = self._tree
@@ -482,6 +467,7 @@ class _Growth:
         limits = self._g.limits
         tree = self._tree
         format = self._g.format
+        # Of the whole path: results count too, since they are context of later steps.
         room = limits.max_completion_tokens - path.num_used
         completion = await self._complete(path, step_id, room, can_propose=cause is None)
         parsed = format.parse_step((*path.opening, *completion.token_ids))
@@ -522,7 +508,7 @@ class _Growth:
     async def _complete(
         self, path: OpenPath, step_id: str, room: int, *, can_propose: bool
     ) -> Completion:
-        """Samples a step, and lets the path propose branches beside it once its first tokens are
+        """Samples a step, and lets the path propose branches next to it once its first tokens are
         known."""
         limits = self._g.limits
         format = self._g.format
@@ -538,7 +524,7 @@ class _Growth:
         num_probed = self._g.explorer.probe_tokens if can_propose and path.num_sampled else None
         propose = None
         if num_probed is not None:
-            # The path as it stands now: a branch begins beside the step, not behind it.
+            # The path as it is now: a branch begins next to the step, not behind it.
             propose = Probe(partial(self._propose, path, path.copy(), step_id))
             # Nothing in this step's tokens matters to the decision, so it need not wait for them.
             if num_probed == 0 or path.after is Origin.RETRIEVED:
@@ -583,7 +569,7 @@ class _Growth:
     def _propose(
         self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]
     ) -> None:
-        """Asks the explorer for branches beside the step under way, and tells the rounds."""
+        """Passes what the explorer proposes next to the step under way on to the rounds."""
         # A probe that arrives after the path's deadline: its round is closed already.
         if path.is_over:
             return
@@ -597,8 +583,8 @@ class _Growth:
             self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
         wish = branch if branch is not None and branch.num else None
         if wish is not None:
-            # The step under way has made no call yet, so the environment still stands where the
-            # branch begins. It need not be kept once no branch can be opened any more.
+            # The step under way has made no call yet, so the environment is still where the
+            # branch begins. It is not needed once no branch can be opened any more.
             fork.point = path.tools.mark(lambda: not self._tree.budget.is_spent)
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
@@ -624,7 +610,7 @@ class Probe:
         self._error: Exception | None = None
 
     def early(self, probe: Sequence[float]) -> None:
-        """Passes the probe on and keeps an error."""
+        """Passes the probe on, and an error later."""
         try:
             self(probe)
         except Exception as error:
@@ -647,7 +633,7 @@ class Placement(Protocol):
     def engine(
         self, config: Config, model_path: Path | str | None
     ) -> AbstractAsyncContextManager[Engine]:
-        """Holds one engine for all that stand there, and whatever grows trees with it.
+        """Opens one engine for all processes there, and whatever grows trees with it.
 
         Args:
             model_path: where they begin with weights and tokenizer; None for model.path.
@@ -660,4 +646,4 @@ class Placement(Protocol):
         """Returns a grower, made of the same parts as `Grower`, whose trees grow there."""
 
     def show_in(self, folder: Path) -> None:
-        """Writes what stands there, and how it is, into this run folder from now on."""
+        """Writes what runs there, and how it is, into this run folder from now on."""

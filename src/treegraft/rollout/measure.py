@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from math import comb, inf
+from math import comb
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from treegraft.core.types import (
     BranchCause,
     GraftCause,
     Origin,
-    RestartCause,
     RetryCause,
     Status,
     Step,
@@ -24,16 +23,13 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.explore.compose import asking
-from treegraft.rollout.copied import copied_metrics, found_metrics
-
-CALL_LIMITS = (1, 2, 4, 8)
-"""The T of pass@(k, T) that evaluations of a run report."""
+from treegraft.rollout.copied import copied_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
     """The mean, for flags the share of those that are set; 0 of nothing."""
-    kept = list(values)
-    return statistics.fmean(kept) if kept else 0.0
+    found = list(values)
+    return statistics.fmean(found) if found else 0.0
 
 
 def _paths(trees: Sequence[Tree]) -> list[Trajectory]:
@@ -44,8 +40,7 @@ def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
     return _mean(path.status is status for path in paths)
 
 
-def _own_rewards(tree: Tree) -> list[float]:
-    paths = (path for path in tree.trajectories() if not path.is_stored)
+def _rewards(paths: Iterable[Trajectory]) -> list[float]:
     return [path.reward for path in paths if path.reward is not None]
 
 
@@ -59,16 +54,27 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
     paths = _paths(trees)
     own = [path for path in paths if not path.is_stored]
     scored = [path.leaf for path in own if path.reward is not None]
-    groups = [group for tree in trees if (group := _own_rewards(tree))]
+    means: list[float] = []
+    deviations: list[float] = []
+    for tree in trees:
+        if rewards := _rewards(path for path in tree.trajectories() if not path.is_stored):
+            means.append(statistics.fmean(rewards))
+            deviations.append(statistics.stdev(rewards) if len(rewards) > 1 else 0.0)
     counts = _counted(trees)
-    grown = [*trees, *references]
+    totals = Counter[str]()
+    for tree in [*trees, *references]:
+        totals["trajectories"] += len(tree.leaves)
+        totals["tokens"] += tree.budget.num_sampled_tokens
+        totals["calls"] += tree.budget.num_tool_calls
+        for step in tree.steps[1:]:
+            totals["shown"] += len(step.content.observations)
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
-        "reward/mean": _mean(statistics.fmean(group) for group in groups),
-        "reward/std": _mean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups),
-        "rollout/num_trajectories": float(sum(len(tree.leaves) for tree in grown)),
-        "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in grown)),
-        "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in grown)),
+        "reward/mean": _mean(means),
+        "reward/std": _mean(deviations),
+        "rollout/num_trajectories": float(totals["trajectories"]),
+        "rollout/num_sampled_tokens": float(totals["tokens"]),
+        "rollout/num_tool_calls": float(totals["calls"]),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
@@ -79,19 +85,19 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/failed_frac": _ended_frac(own, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
         # What the agent was shown: a stored step's results too, which cost no call here.
-        "rollout/num_shown_calls": float(
-            sum(len(step.content.observations) for tree in grown for step in tree.steps[1:])
-        ),
+        "rollout/num_shown_calls": float(totals["shown"]),
         "branch/num_starts": float(counts["starts"]),
         "branch/num_branches": float(counts["branches"]),
     }
     metrics |= _graft_metrics(trees, paths)
-    metrics |= _restart_metrics(trees, paths)
+    metrics |= _restart_metrics(paths)
     metrics |= _retry_metrics(paths)
-    metrics |= found_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
-    for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
-        values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]
+    parts: dict[str, list[float]] = {}
+    for leaf in scored:
+        for name, value in leaf.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    for name, values in sorted(parts.items()):
         metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
 
@@ -113,69 +119,65 @@ def _counted(trees: Sequence[Tree]) -> Counter[str]:
 
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
-    causes: list[tuple[Tree, GraftCause]] = []
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    num_grafts = 0
     for tree in trees:
         for step in tree.steps:
-            if isinstance(step.cause, GraftCause):
-                causes.append((tree, step.cause))
-    if not causes:
+            cause = step.cause
+            if isinstance(cause, GraftCause):
+                num_grafts += 1
+                columns["graft/same_task_frac"].append(cause.task_id == tree.task.id)
+                columns["graft/similarity_mean"].append(cause.similarity)
+                columns["graft/cut_frac"].append(cause.num_cut > 0)
+                columns["graft/source_reward_mean"].append(cause.reward)
+    if not num_grafts:
         return {}
-    rewards: dict[bool, list[float]] = {True: [], False: []}
     for path in paths:
+        is_hybrid = _is_hybrid(path.steps)
+        columns["graft/hybrid_frac"].append(is_hybrid)
+        # Left out if there is no such trajectory: a 0 would read as a bad reward.
         if path.reward is not None:
-            rewards[_is_hybrid(path.steps)].append(path.reward)
-    metrics = {
-        "graft/num_grafts": float(len(causes)),
-        "graft/hybrid_frac": _mean(_is_hybrid(path.steps) for path in paths),
-        "graft/same_task_frac": _mean(cause.task_id == tree.task.id for tree, cause in causes),
-        "graft/similarity_mean": _mean(cause.similarity for _, cause in causes),
-        "graft/cut_frac": _mean(cause.num_cut > 0 for _, cause in causes),
-        "graft/source_reward_mean": _mean(cause.reward for _, cause in causes),
-    }
-    # Left out where there is no such trajectory: a 0 would read as a bad reward.
-    for name, is_hybrid in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
-        if rewards[is_hybrid]:
-            metrics[name] = statistics.fmean(rewards[is_hybrid])
+            name = "graft/reward_hybrid" if is_hybrid else "graft/reward_on_policy"
+            columns[name].append(path.reward)
+    metrics = {"graft/num_grafts": float(num_grafts)}
+    for name, values in columns.items():
+        metrics[name] = _mean(values)
     return metrics | copied_metrics(paths)
 
 
-def _restart_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
+def _restart_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """The restart/* metrics; none where nothing began below stored steps."""
+    # Stored leaves earned their reward elsewhere, so they are no outcome of the policy.
     stored = [path for path in paths if path.is_stored]
     below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
     if not stored and not below:
         return {}
     own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
-    causes = [step.cause for path in below for step in path.steps]
-    depths = [cause.num_steps for cause in causes if isinstance(cause, RestartCause)]
-    num_places = 0
-    for tree in trees:
-        num_places += len({path.start_id for path in tree.trajectories()} - {ROOT_ID})
     metrics = {
         "restart/num_restarts": float(len(below)),
         "restart/num_whole": float(len(stored)),
-        "restart/num_places": float(num_places),
-    } | ({"restart/steps_mean": _mean(depths)} if depths else {})
+    }
     for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
-        if rewards := [path.reward for path in group if path.reward is not None]:
+        if rewards := _rewards(group):
             metrics[name] = statistics.fmean(rewards)
     return metrics
 
 
 def _retry_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """The retry/* metrics; none where nothing was tried again."""
-    rewards: dict[tuple[str, str], list[float]] = {}
+    rewards: list[float] = []
+    outcomes: dict[tuple[str, str], set[float]] = {}
     for path in paths:
         if path.is_retry and path.reward is not None:
-            rewards.setdefault((path.task.id, path.start_id), []).append(path.reward)
+            rewards.append(path.reward)
+            outcomes.setdefault((path.task.id, path.start_id), set()).add(path.reward)
     if not rewards:
         return {}
-    groups = list(rewards.values())
     return {
-        "retry/num_retries": float(sum(map(len, groups))),
-        "retry/num_places": float(len(groups)),
-        "retry/mixed_frac": _mean(len(set(group)) > 1 for group in groups),
-        "retry/reward": _mean(reward for group in groups for reward in group),
+        "retry/num_retries": float(len(rewards)),
+        "retry/num_places": float(len(outcomes)),
+        "retry/mixed_frac": _mean(len(found) > 1 for found in outcomes.values()),
+        "retry/reward": _mean(rewards),
     }
 
 
@@ -206,15 +208,18 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         # Leaves that no branch took became fresh starts.
         num_unused = 0
         for tree in trees:
+            # First-level steps beyond the planned starts are the back-fill.
             num_opened = sum(step.depth == 1 for step in tree.steps)
             num_unused += max(0, num_opened - num_starts)
         metrics["branch/unused_frac"] = num_unused / (len(trees) * (num_leaves - num_starts))
-    paths = [path.steps for path in _paths(trees)]
+    is_unused: list[bool] = []
     with asking(explorer, "is_hybrid"):
-        planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
-    if planned:
-        metrics["graft/unused_frac"] = _mean(not _is_hybrid(steps) for steps in planned)
-        if metrics["graft/unused_frac"] == 1:
+        for path in _paths(trees):
+            if explorer.is_hybrid(path.steps[1].ordinals[1]):
+                is_unused.append(not _is_hybrid(path.steps))
+    if is_unused:
+        metrics["graft/unused_frac"] = _mean(is_unused)
+        if all(is_unused):
             metrics["graft/num_grafts"] = 0.0
     return metrics
 
@@ -226,20 +231,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass_at_k: k is {k}; expected 1..{num_samples}, the number of samples")
+    # By binomials, not by (1 - c/n)^k, which is biased.
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
-def _pass_within(trees: Sequence[Tree]) -> dict[str, float]:
-    """The share of tasks that one of their trajectories solves with at most T calls: pass@(k, T) of
-    arXiv 2604.14877 with all k samples."""
-    fewest: list[float] = []
-    for tree in trees:
-        calls = [path.num_tool_calls for path in tree.trajectories() if _is_correct(path)]
-        fewest.append(min(calls, default=inf))
-    metrics: dict[str, float] = {}
-    for most in CALL_LIMITS:
-        metrics[f"eval/pass_within_{most}"] = _mean(num <= most for num in fewest)
-    return metrics
 
 
 def _is_correct(path: Trajectory) -> bool:
@@ -272,26 +265,26 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
         counts = [(len(one.leaves), sum(map(_is_correct, one.trajectories()))) for one in sampled]
-        # Powers of two up to 2048, as in the field's plots; k = 1 is the accuracy.
-        for k in (2**n for n in range(1, 12)):
-            if counts and all(num >= k for num, _ in counts):
-                metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
-        if any(num > 1 for num, _ in counts):
-            metrics |= _pass_within(sampled)
-    every = [*(greedy or ()), *(sampled or ())]
-    paths = _paths(every)
+        # Powers of two, as in the field's plots; k = 1 is the accuracy.
+        k = 2
+        while k <= min(counts, default=(0, 0))[0]:
+            metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
+            k *= 2
+    paths = _paths([*(greedy or ()), *(sampled or ())])
     metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
-    given = (path.leaf.environment_reward for path in paths)
-    if known := [reward for reward in given if reward is not None]:
-        metrics["eval/environment_reward"] = _mean(known)
+    rewards: list[float] = []
+    for path in paths:
+        # None without an environment, or if it failed.
+        if (reward := path.leaf.environment_reward) is not None:
+            rewards.append(reward)
+    if rewards:
+        metrics["eval/environment_reward"] = _mean(rewards)
     return metrics
 
 
-def paired_gain(
-    before: Sequence[Tree], after: Sequence[Tree], *, num_resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float, float]:
+def paired_gain(before: Sequence[Tree], after: Sequence[Tree]) -> tuple[float, float, float]:
     """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 %
     bootstrap interval.
 
@@ -302,12 +295,11 @@ def paired_gain(
     Raises:
         ValueError: the two do not hold the same tasks.
     """
+    # Here: loading it takes longer than a small evaluation.
+    from scipy import stats
 
-    def means(trees: Sequence[Tree]) -> dict[str, float]:
-        return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}
-
-    first = means(before)
-    second = means(after)
+    first = _task_means(before)
+    second = _task_means(after)
     if not first or first.keys() != second.keys():
         raise ValueError(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
@@ -315,13 +307,21 @@ def paired_gain(
         )
     # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    num = len(differences)
-    generator = np.random.default_rng(seed)
-    # In parts, which are those of one draw: that would take 160 kB a task.
-    size = max(1, (1 << 18) // num)
-    parts = [
-        differences[generator.integers(0, num, (min(size, num_resamples - n), num))].mean(axis=1)
-        for n in range(0, num_resamples, size)
-    ]
-    low, high = np.percentile(np.concatenate(parts), [2.5, 97.5])
-    return float(differences.mean()), float(low), float(high)
+    gain = float(differences.mean())
+    # scipy refuses a single value, which has no spread.
+    if len(differences) == 1:
+        return gain, gain, gain
+    found = stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=10_000,
+        # In parts, which are those of one draw: that would take 160 kB a task.
+        batch=max(1, (1 << 18) // len(differences)),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return gain, float(found.low), float(found.high)
+
+
+def _task_means(trees: Sequence[Tree]) -> dict[str, float]:
+    return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}

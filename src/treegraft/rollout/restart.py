@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeVar
 
 from treegraft.core.errors import SettingError, ToolUnavailable
@@ -64,10 +63,6 @@ class StoredSteps:
         self._format = format
         self._limits = limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
-        self.num_untrue = 0
-        """Stored trajectories that the environment contradicted."""
-        self.num_failed = 0
-        """Look-ups and openings that failed."""
 
     def take(self, found: Sequence[Sequence[Trace]]) -> None:
         """Takes trajectories of the tree's task, whole and in order."""
@@ -89,19 +84,27 @@ class StoredSteps:
                 spans = self._format.render_step(value)
             except ValueError:
                 return
-            own = tuple(token for ids, origin in spans if origin is Origin.POLICY for token in ids)
-            yield _Step(value, tuple(token for ids, _ in spans for token in ids), own)
+            token_ids: list[int] = []
+            own_ids: list[int] = []
+            for ids, origin in spans:
+                token_ids += ids
+                own_ids += ids if origin is Origin.POLICY else ()
+            yield _Step(value, tuple(token_ids), tuple(own_ids))
 
     def _size(self, traces: Sequence[Trace], steps: Sequence[_Step]) -> Stored:
         limit = self._limits.max_completion_tokens
-        ends = list(accumulate(len(step.token_ids) for step in steps))
-        # A call without its result is not a place from which an agent could go on.
-        before = [step.content.answer is None and step.content.observations for step in steps]
-        num_before = next((n for n, fits in enumerate(before) if not fits), len(steps))
-        ends_well = len(steps) == len(traces) and steps[-1].content.answer is not None
+        num_tokens = num_steps = num_called = 0
+        for step in steps:
+            num_tokens += len(step.token_ids)
+            # A call without its result is not a place from which an agent could go on.
+            if step.content.answer is not None or not step.content.observations:
+                break
+            num_called += 1
+            num_steps += num_tokens + MIN_ROOM <= limit
+        is_whole = len(steps) == len(traces) == num_called + 1
         return Stored(
-            num_steps=sum(end + MIN_ROOM <= limit for end in ends[:num_before]),
-            has_answer=bool(ends_well and num_before == len(steps) - 1 and ends[-1] <= limit),
+            num_steps=num_steps,
+            has_answer=is_whole and steps[-1].content.answer is not None and num_tokens <= limit,
             reward=traces[0].reward,
             source=traces[0].source,
         )
@@ -109,7 +112,7 @@ class StoredSteps:
     def _drop(self, number: int) -> None:
         traces, steps, _ = self._usable[number]
         self._usable[number] = (traces, steps, _NOTHING)
-        self.num_untrue += 1
+        _log.info("task '%s': its environment contradicts a stored trajectory", self._tree.task.id)
 
     async def open(self, below: Below, num: int) -> list[tuple[OpenPath, Cause]] | None:
         """Returns `num` paths that stand below stored steps, and why; none of them for a whole
@@ -119,13 +122,12 @@ class StoredSteps:
 
     async def in_time(self, work: Awaitable[_Found]) -> _Found | None:
         """Returns what comes of it within the deadline of a rollout; None for a failure, which is
-        counted: the tree then grows from the prompt."""
+        logged: the tree then grows from the prompt."""
         deadline_s = self._limits.deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 return await work
         except Exception as error:
-            self.num_failed += 1
             reason = str(error) or f"no end within rollout.deadline_s = {deadline_s} s"
             _log.warning(
                 "task '%s': stored trajectories are left out: %s: %s",
@@ -142,6 +144,7 @@ class StoredSteps:
             return [] if num == 1 and await self._attach(below.stored) else None
         if not 1 <= count <= size.num_steps:
             return None
+        # First the environment: results that differ make the stored steps untrue here.
         found = await self._enacted(below.stored, steps[:count])
         if found is None:
             return None
@@ -151,6 +154,7 @@ class StoredSteps:
                 return None
             # Kept: each rollout takes a copy or a replay of its own.
             point = session.mark()
+            # Before the first rollout ends and could be the last to need the state.
             point.reserve(num)
             path = self._appended(below.stored, shown, point)
             cause = RestartCause(rule=below.rule, num_steps=count)

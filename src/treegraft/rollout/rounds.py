@@ -13,7 +13,7 @@ from treegraft.settings.config import Config
 
 
 class Trees(list[Tree]):
-    """The trees of an update that are learned from, and beside them the others that it sampled."""
+    """The trees of an update that are learned from, and the others that it sampled."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Trees(list[Tree]):
         }
 
     def changed(self, kept: Iterable[Tree], dropped: Sequence[Tree] | None = None) -> Trees:
-        """Returns the same with other trees to learn from; None keeps those that were dropped."""
+        """Returns the same with other trees to learn from; None: the same dropped ones."""
         return Trees(
             kept,
             dropped=self.dropped if dropped is None else dropped,
@@ -88,10 +88,10 @@ async def sample_rounds(
     Source: DAPO's dynamic sampling (Yu et al., arXiv 2503.14476, sec. 3.2). With one round all
     trees are kept, and groups without variance are left out by the learner alone. Departures: when
     the rounds are over the update goes on with what there is, where DAPO stops with an error; the
-    first trees by the order of their tasks are kept, not the first that are done.
+    first trees by the order of their tasks count, not the first that are done.
 
     Args:
-        draw: returns the tasks after so many drawn ones, without those of the given ids.
+        draw: returns the tasks after so many drawn ones, without those of the ids.
         grow: returns a scored tree for each task.
         penalty: weight of the reward "overlong", see `independent.rewards_vary`.
     """
@@ -104,6 +104,7 @@ async def sample_rounds(
             break
         trees = await grow(tasks)
         every += trees
+        # By the number wanted, not found, so that a resume draws the same tasks.
         num_drawn += size
         num_rounds += 1
         wanted = [tree for tree in trees if max_rounds == 1 or rewards_vary(tree, penalty=penalty)]

@@ -77,12 +77,12 @@ class OpenPath:
         return self.session
 
     def copy(self) -> OpenPath:
-        """Returns a path that stands where this one does and goes its own way, in a session of its
+        """Returns a path that begins where this one is and goes its own way, in a session of its
         own."""
         return replace(self, prefix_ids=list(self.prefix_ids), session=None)
 
     def copies(self, num: int) -> list[OpenPath]:
-        """Returns so many copies, for which the place they begin at is kept."""
+        """Returns so many copies, for which the place they begin at stays open."""
         # Before the first of them opens it and could be the last to need it.
         if self.point is not None:
             self.point.reserve(num)
@@ -129,7 +129,7 @@ class OpenTree:
 
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
-        # Of asking, which the loop keeps free of latencies: noise is keyed by these ids.
+        # In an order that the loop makes free of latencies: noise is keyed by these ids.
         self._num_children[parent] += 1
         return f"{parent}.{self._num_children[parent] - 1}"
 
@@ -149,6 +149,7 @@ class OpenTree:
         """Appends a sampled step with its results, behind the path's opening, and moves the path
         below it."""
         opening = path.opening
+        # Forced tokens belong to this step alone.
         path.opening = ()
         counts = [len(opening), len(completion.token_ids), len(observation_ids)]
         forced = (0.0,) * len(opening)
@@ -171,6 +172,7 @@ class OpenTree:
         )
         path.num_sampled += 1
         path.after = Origin.POLICY
+        # Sampled ones only: grafts and results cost no sampling.
         self.budget.spend(num_sampled_tokens=len(completion.token_ids))
 
     def add_graft(
@@ -217,6 +219,7 @@ class OpenTree:
             self._stored[place] = self.next_id(path.parent)
         step_id = self._stored[place]
         known = self._steps.get(step_id)
+        # A prefix of several stored trajectories is taught once any of them is.
         lesson = lesson_ids if known is None else known.lesson_ids or lesson_ids
         why = cause if known is None else known.cause
         self.add_graft(step_id, path, token_ids, content, why, lesson, temperature)
@@ -254,7 +257,7 @@ class OpenTree:
         self._leaves[path.parent] = Leaf(step_id=path.parent, status=status, answer=answer)
 
     def reward_path(self, path: OpenPath, reward: float | None) -> None:
-        """Notes the environment's reward for the state in which an ended path stands."""
+        """Notes the environment's reward for the state in which a path has ended."""
         if reward is not None:
             leaf = self._leaves[path.parent]
             self._leaves[path.parent] = replace(leaf, environment_reward=reward)
@@ -294,7 +297,7 @@ class OpenTree:
         branched = Counter(
             step.parent for step in self._steps.values() if isinstance(step.cause, BranchCause)
         )
-        # Steps arrive as latencies have it; sorted by their ids they stand the same in every run.
+        # Steps arrive as latencies have it; sorted by their ids they are the same in every run.
         steps = sorted(self._steps.values(), key=lambda step: step.ordinals)
         for number, step in enumerate(steps):
             if decision := self._decisions.get(step.id):

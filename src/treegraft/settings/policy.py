@@ -163,9 +163,9 @@ class VllmSettings(Settings):
     """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
     visible GPU, from the first again where there are fewer."""
     entropies: Literal["top_k", "measured"] = setting("top_k")
-    """"top_k": entropies are sums over the 20 most likely tokens, a lower bound, and
-    rollout/entropy_tail_bound says how much they may lack. "measured": a kernel of ours in vLLM's
-    V2 runner, on GPUs alone, reports exact entropies; it was never run on one."""
+    """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
+    has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports
+    exact entropies; it was never run on one."""
     sleep: bool = setting(False, same_answers=True)
     """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
     that the learner has the room; for servers of this run's own, on GPUs."""

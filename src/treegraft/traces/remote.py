@@ -41,8 +41,6 @@ gets the tree's name, for errors. `order["trace"]` is the span that the work bel
 NUM_STATES = 2
 """States of the buffer that have files and that a host holds open: those of this update's trees and
 of the update before."""
-_COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
-"""What a `Grower` counts."""
 _STATE: ContextVar[str | None] = ContextVar("state", default=None)
 """The state of the buffer that the trees of a `grow_all` are grafted from."""
 
@@ -135,8 +133,7 @@ class _RemoteGrower(Grower):
         }
         with self.watch.waiting("other processes"):
             found = await self._ask(order, group_id)
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + found["counts"][name])
+        self.num_grafts_without_room += found["num_grafts_without_room"]
         if isinstance(self.retriever, BufferRetriever):
             self.retriever.count(found["retrieved"])
         cast(Toolbox, self.toolbox).add_usage(found["usage"])
@@ -197,7 +194,7 @@ class TreeHost:
             COUNTS.reset(token)
         return {
             "tree": tree_to_json(tree),
-            "counts": {name: getattr(grower, name) for name in _COUNTS},
+            "num_grafts_without_room": grower.num_grafts_without_room,
             "usage": {name: asdict(one) for name, one in usage.items()},
             "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
         }

@@ -328,9 +328,6 @@ class Supervisor:
             code="completed-elsewhere",
         )
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: the engine of each tree drops its own cache."""
-
     @property
     def policy_version(self) -> int:
         """That of the latest publish."""

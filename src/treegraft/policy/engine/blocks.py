@@ -6,7 +6,7 @@ belongs to.
 
 A block begins at a multiple of 64 tokens of its path, so its content is a function of the path
 alone. A full block is read by every path below it; a tail belongs to the one row that lengthens it.
-A block that no row uses is kept until room is needed; the oldest goes first.
+A block that no row uses stays until room is needed; the oldest goes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockPool:
     layer."""
 
     def __init__(self, model: Any, max_bytes: float) -> None:
-        """`max_bytes` limits the blocks that are kept; a path that is alone may take more.
+        """`max_bytes` limits the blocks that stay; a path that is alone may take more.
 
         On a GPU all of them are allocated here: growing would copy and leave holes.
         """
@@ -55,8 +55,7 @@ class BlockPool:
         for column in (self.keys, self.values):
             for layer, old in enumerate(column):
                 column[layer] = old.new_zeros(size, *old.shape[1:])
-                # Of a layer that had grown when memory ran out at another, only what counts.
-                column[layer][: self.num_blocks] = old[: self.num_blocks]
+                column[layer][: self.num_blocks] = old
         self.num_blocks = size
 
     def copy(self, source: int, target: int, positions: int) -> None:
@@ -77,8 +76,6 @@ class Node:
     children: list[Node] = field(default_factory=list)
     num_users: int = 0
     """Rows whose path goes through it."""
-    is_forgotten: bool = False
-    """No request below it will come again."""
 
 
 @dataclass(eq=False)
@@ -103,18 +100,10 @@ class Row:
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns how many leading entries agree."""
-    limit = min(len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    low = 0
-    high = limit  # a[:low] agrees, a[:high] does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    for number, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return number
+    return min(len(a), len(b))
 
 
 class PathCache:
@@ -122,10 +111,12 @@ class PathCache:
 
     def __init__(self, pool: BlockPool, max_rows: int) -> None:
         self.pool = pool
+        # Never fed and never dropped: a full block, below which every path begins.
         self.root = Node(block=-1, parent=None, token_ids=[0] * BLOCK)
         self.table = torch.zeros(max_rows, 16, dtype=torch.int32)
         """[rows, blocks] the block numbers of each row's path."""
         self.rows: list[Row] = []
+        # Reversed, so that the lowest slot is popped first.
         self._free_slots = list(range(max_rows))[::-1]
         self._free_blocks = list(range(pool.num_blocks))
         self._idle: OrderedDict[Node, None] = OrderedDict()
@@ -133,19 +124,19 @@ class PathCache:
         self._num_unused = 0
         """Nodes without users."""
         self.num_evictions = 0
-        """Blocks dropped while somebody might still have asked for them; they cost a prefill if
-        somebody does."""
+        """Blocks dropped for others; they cost a prefill if a path needs them again."""
 
     def matched(self, path_ids: Sequence[int]) -> int:
         """Returns how many leading tokens of the path are stored, at most all but the last."""
-        chain, tail, common = self._match(path_ids)
-        return len(chain) * BLOCK + (common if tail is not None else 0)
+        chain, _, common = self._match(path_ids)
+        return len(chain) * BLOCK + common
 
     def open(self, path_ids: list[int], max_tokens: int) -> Row | None:
         """Returns a row for the path, which may grow to `max_tokens`, with its stored beginning in
         place; None: no room yet."""
         chain, tail, common = self._match(path_ids)
         num_nodes = -(-max_tokens // BLOCK)
+        # Before any block is taken: a row that opens can always come to its end.
         if not self._free_slots or not self._has_room(chain, num_nodes):
             return None
         for node in chain:
@@ -154,12 +145,8 @@ class PathCache:
         blocks = torch.tensor([node.block for node in chain], dtype=torch.int32)
         self.table[row.slot, : len(chain)] = blocks
         self.rows.append(row)
-        if tail is not None and common:
-            try:
-                self._continue(row, tail, common)
-            except torch.OutOfMemoryError:
-                self.close(row)
-                raise
+        if tail is not None:
+            self._continue(row, tail, common)
             row.fed += common
         return row
 
@@ -189,28 +176,13 @@ class PathCache:
             self._num_unused += 1
             if not node.children:
                 self._idle[node] = None
-                if node.is_forgotten or not node.token_ids:
+                # A row that ended before its new block was fed leaves nothing worth storing.
+                if not node.token_ids:
                     self._drop(node)
-
-    def forget(self, path_ids: Sequence[int]) -> None:
-        """Drops the blocks below a path once nothing is under way there; its own full blocks stay
-        until room is needed."""
-        node = self.root
-        rest = tuple(path_ids)
-        while len(rest) >= BLOCK:
-            following = next((c for c in node.children if tuple(c.token_ids) == rest[:BLOCK]), None)
-            if following is None:
-                break
-            node = following
-            rest = rest[BLOCK:]
-        # A block that holds the path's end goes too, with every continuation inside it.
-        for child in list(node.children):
-            known = min(len(rest), len(child.token_ids))
-            if not rest or (known and tuple(child.token_ids[:known]) == rest[:known]):
-                self._forget_below(child)
 
     def clear(self) -> None:
         """Drops everything; no row may be under way."""
+        # Nodes alone are dropped; the tensors stay for the next update.
         self._free_blocks.extend(node.block for node in _below(self.root))
         self.root.children.clear()
         self._idle.clear()
@@ -275,14 +247,12 @@ class PathCache:
             return
         # The copy needs a block, and the oldest idle one, dropped for it, may be this very tail.
         tail.num_users += 1
-        was_idle = self._idle.pop(tail, 0) is None
-        try:
-            own = Node(self._take_block(), parent)
-        finally:
-            tail.num_users -= 1
-            # Not taken any more: the block that was dropped may have been its last child's.
-            if was_idle or not _is_taken(tail):
-                self._idle[tail] = None
+        self._idle.pop(tail, None)
+        own = Node(self._take_block(), parent)
+        tail.num_users -= 1
+        # Also if it was not idle: the block that was dropped may have been its last child's.
+        if not _is_taken(tail):
+            self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
         own.token_ids += tail.token_ids[:common]
         self._append(row, own)
@@ -290,10 +260,9 @@ class PathCache:
     def _append(self, row: Row, node: Node) -> None:
         assert node.parent is not None
         node.parent.children.append(node)
+        # A parent is dropped after its children only.
         self._idle.pop(node.parent, None)
-        # No request below a forgotten path comes again, so the block goes when its row ends.
         node.num_users = 1
-        node.is_forgotten = node.parent.is_forgotten
         row.nodes.append(node)
         self._note(row)
 
@@ -308,57 +277,32 @@ class PathCache:
             self._num_unused -= 1
             self._idle.pop(node, None)
         node.num_users += 1
-        node.is_forgotten = False
 
     def _take_block(self) -> int:
         # Beyond the limit where nothing is idle: a path that is alone may take more.
         if not self._free_blocks and (
             self.pool.num_blocks < self.pool.max_blocks or not self._idle
         ):
-            self._grow()
+            before = self.pool.num_blocks
+            self.pool.grow(before + 1)
+            self._free_blocks.extend(range(before, self.pool.num_blocks))
         if not self._free_blocks:
             self._drop(next(iter(self._idle)))
             self.num_evictions += 1
         return self._free_blocks.pop()
 
-    def _grow(self) -> None:
-        """Adds blocks; where memory runs out and there are idle ones, the pool stays as it is."""
-        before = self.pool.num_blocks
-        try:
-            self.pool.grow(before + 1)
-        except torch.OutOfMemoryError:
-            if not self._idle:
-                raise
-            self.pool.max_blocks = before
-        self._free_blocks.extend(range(before, self.pool.num_blocks))
-
     def _drop(self, node: Node) -> None:
-        """Gives back an idle node's block; its parent may be idle then, and goes next, or at once
-        where it is forgotten."""
-        while True:
-            assert node.parent is not None
-            del self._idle[node]
-            self._num_unused -= 1
-            self._free_blocks.append(node.block)
-            parent = node.parent
-            parent.children.remove(node)
-            if parent is self.root or parent.num_users or parent.children:
-                return
+        """Gives back an idle node's block; its parent may be idle then, and goes next."""
+        parent = node.parent
+        assert parent is not None
+        del self._idle[node]
+        self._num_unused -= 1
+        self._free_blocks.append(node.block)
+        parent.children.remove(node)
+        if parent is not self.root and not _is_taken(parent):
             # In front: it is as old as the child that has just gone, and older than the rest.
             self._idle[parent] = None
             self._idle.move_to_end(parent, last=False)
-            if not parent.is_forgotten:
-                return
-            node = parent
-
-    def _forget_below(self, node: Node) -> None:
-        nodes = [node, *_below(node)]
-        # All marks first: dropping a node goes on to its parent where that is forgotten too.
-        for below in nodes:
-            below.is_forgotten = True
-        for below in nodes:
-            if below in self._idle:
-                self._drop(below)
 
 
 def _below(node: Node) -> Iterator[Node]:

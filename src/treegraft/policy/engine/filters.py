@@ -26,6 +26,7 @@ def filtered(logits: Tensor, temperature: float, filters: Filters, path: Sequenc
     # Here: a run without filters does not load it.
     from transformers.generation import logits_process as hf
 
+    # The penalty first, since it depends on the sign of the raw logit.
     steps: list[hf.LogitsProcessor] = []
     if filters.repetition_penalty != 1.0:
         steps.append(hf.RepetitionPenaltyLogitsProcessor(filters.repetition_penalty))

@@ -25,13 +25,7 @@ from treegraft.policy.attention_hook import (
     tree_attention,
 )
 from treegraft.policy.engine.blocks import BlockPool, PathCache
-from treegraft.policy.engine.packed import (
-    LaidOutLinears,
-    Product,
-    SeparateLinears,
-    product_kind,
-    take_over,
-)
+from treegraft.policy.engine.packed import LaidOutLinears, Product, product_kind, take_over
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
 from treegraft.policy.kernels.engine import Kernels, kernels_for
 from treegraft.policy.output_head import decoder, first_line, head_problem, layer_heads
@@ -71,7 +65,8 @@ class HookedForward:
 
     is_rowwise = False
 
-    def __init__(self, model: Any, kernels: Kernels | None, *, pack: bool) -> None:
+    def __init__(self, model: Any, kernels: Kernels | None, *, pack: bool = True) -> None:
+        """Packs the model's products; a trial that may leave no trace does not."""
         self.kernels: Kernels | None = kernels
         install_attention(model)
         self._decoder = decoder(model)
@@ -97,26 +92,20 @@ class _Layer:
         mlp = layer.mlp
         self.in_norm = layer.input_layernorm
         self.out_norm = layer.post_attention_layernorm
-        self.head_norms = [
-            getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)
-        ]
+        self.head_norms = _head_norms(attention)
+        # No soft cap and no sinks: decoders of Llama's shape have neither.
         self.options = AttentionOptions(attention.scaling, _window(attention), None, None)
         self.project = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
         self.narrow = product(mlp.down_proj)
-        self.products = (
-            (self.project, attention.q_proj.in_features),
-            (self.join, attention.o_proj.in_features),
-            (self.widen, mlp.gate_proj.in_features),
-            (self.narrow, mlp.down_proj.in_features),
-        )
+        self.products = (self.project, self.join, self.widen, self.narrow)
 
 
 class FusedForward:
     """A decoder of Llama's shape as matrix products and kernels."""
 
-    def __init__(self, model: Any, kernels: Kernels, *, pack: bool) -> None:
+    def __init__(self, model: Any, kernels: Kernels) -> None:
         """The model's `shape_problem` must be None."""
         inner = decoder(model)
         attention = inner.layers[0].self_attn
@@ -128,14 +117,12 @@ class FusedForward:
         self._width = attention.head_dim
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._sizes = tuple(linear.out_features for linear in projections)
-        kind: Callable[..., Product] = product_kind(model, kernels) if pack else SeparateLinears
-        self._layers = [_Layer(layer, kind) for layer in inner.layers]
+        kind = product_kind(model, kernels)
+        self.layers = [_Layer(layer, kind) for layer in inner.layers]
         # The head too: with a large vocabulary it is the largest product of a pass.
         self._output = model.get_output_embeddings()
         self._head = take_over([self._output], kind)
-        self.is_rowwise = bool(self._head) and all(
-            isinstance(product, LaidOutLinears) for product in self._head
-        )
+        self.is_rowwise = bool(self._head) and isinstance(self._head[0], LaidOutLinears)
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         state = functional.embedding(ids, self._embed.weight)
@@ -145,8 +132,8 @@ class FusedForward:
         )
         # Each norm also adds the block's output to the residual `state`: one reading of memory for
         # both, and on a CPU memory is the limit.
-        rows = self._norm(state, None, self._layers[0].in_norm)
-        for index, layer in enumerate(self._layers):
+        rows = self._norm(state, None, self.layers[0].in_norm)
+        for index, layer in enumerate(self.layers):
             # Views of one product; the kernels take strides, so nothing is copied.
             query, key, value = layer.project(rows).split(self._sizes, dim=-1)
             query, key, value = (x.unflatten(-1, (-1, self._width)) for x in (query, key, value))
@@ -162,22 +149,21 @@ class FusedForward:
                 (cosines, sines),
             )
             rows = self._norm(state, layer.join(seen.flatten(1)), layer.out_norm)
+            # One product for both, which reads the input once.
             gate, up = layer.widen(rows).chunk(2, dim=-1)
-            is_last = index + 1 == len(self._layers)
-            following = self._last_norm if is_last else self._layers[index + 1].in_norm
+            is_last = index + 1 == len(self.layers)
+            following = self._last_norm if is_last else self.layers[index + 1].in_norm
             rows = self._norm(state, layer.narrow(self._kernels.gate(gate, up)), following)
         return rows
-
-    def products(self) -> list[tuple[Product, int]]:
-        """Returns every product of a pass but the head's, with the width of its input; for
-        measuring."""
-        return [pair for layer in self._layers for pair in layer.products]
 
     def _norm(self, state: Tensor, added: Tensor | None, norm: Any) -> Tensor:
         return self._kernels.norm(state, added, norm.weight, norm.variance_epsilon)
 
     def refresh(self) -> None:
-        for product in (*(product for product, _ in self.products()), *self._head):
+        for layer in self.layers:
+            for product in layer.products:
+                product.refresh()
+        for product in self._head:
             product.refresh()
 
     def give_back(self) -> None:
@@ -206,38 +192,43 @@ def _window(attention: Any) -> int | None:
     return window
 
 
+def _head_norms(attention: Any) -> list[Any]:
+    return [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
+
+
 def _layer_problem(layer: Any) -> str | None:
     # By the sets of parts, not by the classes' names: families that copy Llama's layer are many,
     # and one with a part more (a norm behind attention, a router) must not pass.
-    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
+    if dict(layer.named_children()).keys() != LAYER_PARTS:
         return "its layers have other parts"
     attention = layer.self_attn
     mlp = layer.mlp
-    parts = {name for name, _ in attention.named_children()}
+    parts = dict(attention.named_children()).keys()
     if parts not in (ATTENTION_PARTS, ATTENTION_PARTS | set(HEAD_NORMS)):
         return "its attention has other parts"
     # The kernel `gate` computes silu and nothing else.
     if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
         return "its activation is not silu"
-    linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    linears += [getattr(attention, name) for name in ATTENTION_PARTS]
-    if not all(type(linear) is nn.Linear for linear in linears):
-        return "its products are not plain linear layers"
-    head_norms = [getattr(attention, name) for name in HEAD_NORMS if name in parts]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
-    if not all(hasattr(norm, "variance_epsilon") and norm.weight.dim() == 1 for norm in norms):
-        return "its norms are of another kind"
-    if any(norm.weight.numel() != attention.head_dim for norm in head_norms):
-        return "its norms of queries and keys go over all heads"
-    # There the window stands in the configuration alone, and a layer may or may not keep to it.
+    places = [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    places += [(attention, name) for name in ATTENTION_PARTS]
+    for owner, name in places:
+        # Not isinstance: a quantized layer or an adapter computes something else.
+        if type(getattr(owner, name, None)) is not nn.Linear:
+            return "its products are not plain linear layers"
+    head_norms = _head_norms(attention)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, *head_norms):
+        if not hasattr(norm, "variance_epsilon") or norm.weight.dim() != 1:
+            return "its norms are of another kind"
+    for norm in head_norms:
+        if norm.weight.numel() != attention.head_dim:
+            return "its norms of queries and keys go over all heads"
+    # There the window is in the configuration alone, and a layer may or may not obey it.
     if not hasattr(attention, "sliding_window") and (_window(attention) or 0) >= PROBE_LENGTH:
         return "its sliding window is longer than the path that it could be tried on"
     return None
 
 
-def build_forward(
-    model: Any, *, pack: bool = True, compile_kernels: bool = True
-) -> tuple[Forward | None, str | None]:
+def build_forward(model: Any) -> tuple[Forward | None, str | None]:
     """Returns the fastest forward pass that proves right, with the reason why there is none.
 
     The model is changed (attention, packed products) only where one is returned.
@@ -247,9 +238,9 @@ def build_forward(
         if problem := head_problem(model):
             return None, problem
         plain = _plain_states(model)
-    kernels = model_kernels(model) if compile_kernels else None
+    kernels = model_kernels(model)
     if kernels is not None and shape_problem(model) is None:
-        fused = FusedForward(model, kernels, pack=pack)
+        fused = FusedForward(model, kernels)
         if (problem := _distance_problem(model, fused, plain)) is None:
             return fused, None
         fused.give_back()
@@ -264,7 +255,7 @@ def build_forward(
         kernels = None
         problem = _hooked_problem(model, None, plain)
     # Only now packed and installed: a model that is refused stays as it came.
-    forward = None if problem is not None else HookedForward(model, kernels, pack=pack)
+    forward = None if problem is not None else HookedForward(model, kernels)
     return forward, problem
 
 
@@ -305,6 +296,7 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     ids = _probe_ids(model)
     parts = []
     try:
+        # No memory to spare is needed: a path that is alone may exceed the limit.
         cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
         row = cache.open(ids.tolist(), PROBE_LENGTH)
         assert row is not None
@@ -321,7 +313,7 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
     gap = float((states.float() - plain.float()).norm() / plain.float().norm())
-    # The largest that is rounding; asked this way round, so that NaN is a problem.
+    # The largest that is rounding; compared this way round, so that NaN is a problem.
     if gap <= (1e-4 if model.dtype == torch.float32 else 0.05):
         return None
     return (

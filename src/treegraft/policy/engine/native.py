@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import queue
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -41,7 +41,6 @@ from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 MAX_PREFILL_TOKENS = 512
 """Longest stretch of one prompt or result that a forward pass takes in: longer ones gain little and
@@ -86,14 +85,15 @@ class NativeEngine:
         self._head = OutputHead(model)
         room = cache_bytes(own.cache_gb, model.device, reserved)
         self._cache = PathCache(BlockPool(model, room), settings.max_rows)
+        # Of a row-wise forward pass any number is exact, so nothing is padded.
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
-        self._room = self._buckets[-1]
         self._inbox: queue.SimpleQueue[LiveRequest | Order | None] = queue.SimpleQueue()
         self._waiting: list[LiveRequest] = []
         self._running: list[LiveRequest] = []
         self._orders: list[Order] = []
         self._is_over = threading.Event()
         self.num_forwards = self.num_rows_fed = 0
+        # A daemon, so that a run which dies does not wait for a pass.
         self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
         self._thread.start()
 
@@ -110,6 +110,7 @@ class NativeEngine:
         release_threads()
         loop = asyncio.get_running_loop()
         on_probe = request.on_probe and functools.partial(post, loop, request.on_probe)
+        # A copy, since the caller may lengthen its list while the request waits.
         own = replace(request, prefix_ids=list(request.prefix_ids), on_probe=on_probe)
         live = LiveRequest(own)
         self._submit(live)
@@ -120,17 +121,12 @@ class NativeEngine:
             " high",
         )
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Drops the blocks cached below a prompt once nothing is under way there."""
-        path_ids = tuple(prefix_ids[:-1])
-        self._submit(Order(lambda: self._cache.forget(path_ids), waits_for_idle=False))
-
     async def publish(self, source: WeightSource, version: int) -> None:
         """Copies the plain model's weights once running requests are done, where they differ from
-        those it holds, and drops all cached paths.
+        its own, and drops all cached paths.
 
         Raises:
-            EngineError: names are missing or unknown (the engine keeps its weights), or it has
+            EngineError: names are missing or unknown (its weights stay), or it has
                 died.
             DeadlineExceeded: running requests took longer than engine.deadline_s.
         """
@@ -144,10 +140,8 @@ class NativeEngine:
             # Keys and values of the old weights.
             self._cache.clear()
             self.policy_version = version
-            # Memory that a pass lacked may be free again.
-            self._room = self._buckets[-1]
 
-        order = Order(act, waits_for_idle=True)
+        order = Order(act)
         self._submit(order)
         await self._answer(
             order.future, f"version {version} was not published", "requests were still running"
@@ -216,6 +210,7 @@ class NativeEngine:
             else "engine: closed while the request was under way",
             code="engine-died",
         )
+        # All of them: a request without an answer would wait for its whole deadline.
         left: list[LiveRequest | Order | None] = [*self._running, *self._waiting, *self._orders]
         # Not by `empty`: another caller may take the last item between the look and the taking.
         with contextlib.suppress(queue.Empty):
@@ -226,7 +221,7 @@ class NativeEngine:
                 settle(item.future, reason)
 
     def _turn(self) -> bool:
-        """One turn of the loop; False when told to close."""
+        """One turn of the loop; False after `close`."""
         is_idle = not (self._running or self._waiting or self._orders)
         if is_idle and self._inbox.empty():
             # Before the wait below: a team of threads that idles here slows the learner's.
@@ -239,13 +234,12 @@ class NativeEngine:
                 return False
             if isinstance(item, LiveRequest):
                 self._waiting.append(item)
-            elif item.waits_for_idle:
-                self._orders.append(item)
             else:
-                item.act()
+                self._orders.append(item)
         self._waiting = [live for live in self._waiting if not live.future.cancelled()]
-        for live in [live for live in self._running if live.future.cancelled()]:
-            self._leave(live)
+        for live in self._running.copy():
+            if live.future.cancelled():
+                self._leave(live)
         # A completion is by one version of the weights, so a publish waits for the running ones;
         # new requests wait for the publish, which would otherwise never find the engine idle.
         if self._orders and not self._running:
@@ -263,7 +257,7 @@ class NativeEngine:
             if self._running:
                 self._step()
         except torch.OutOfMemoryError as error:
-            self._make_room(error)
+            self._give_up(error)
         return True
 
     def _admit(self) -> None:
@@ -272,36 +266,28 @@ class NativeEngine:
         One that begins like a path which is just being taken in waits for it, and shares its
         blocks.
         """
-        waiting = self._waiting
-        self._waiting = []
-        for number, live in enumerate(waiting):
-            if self._is_being_fed(live.request.prefix_ids):
-                self._waiting.append(live)
+        number = 0
+        while number < len(self._waiting):
+            live = self._waiting[number]
+            prefix_ids = live.request.prefix_ids
+            if self._is_being_fed(prefix_ids):
+                number += 1
                 continue
-            longest = len(live.request.prefix_ids) + live.request.sampling.max_new_tokens
-            try:
-                live.row = self._cache.open(
-                    [*live.request.prefix_ids], min(longest, self.max_context or longest)
-                )
-            except torch.OutOfMemoryError:
-                self._waiting.extend(waiting[number:])
-                # The end of a running one makes room.
-                if self._running:
-                    return
-                raise
+            longest = len(prefix_ids) + live.request.sampling.max_new_tokens
+            live.row = self._cache.open([*prefix_ids], min(longest, self.max_context or longest))
             if live.row is None:
                 # Shorter ones behind it would fit, but then a long path might wait for ever.
-                self._waiting.extend(waiting[number:])
                 return
-            self._running.append(live)
+            self._running.append(self._waiting.pop(number))
 
     def _is_being_fed(self, prefix_ids: Sequence[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
-        filling = [row for row in self._cache.rows if row.num_unfed > MIN_SHARED]
-        if not filling:
-            return False
-        shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
-        return shared >= self._cache.matched(prefix_ids) + MIN_SHARED
+        shared = 0
+        for row in self._cache.rows:
+            if row.num_unfed > MIN_SHARED:
+                shared = max(shared, common_length(row.token_ids, prefix_ids[:-1]))
+        # Looked up last: most requests find nobody who is taking in their beginning.
+        return shared > 0 and shared >= self._cache.matched(prefix_ids) + MIN_SHARED
 
     def _leave(self, live: LiveRequest) -> None:
         self._running.remove(live)
@@ -309,39 +295,29 @@ class NativeEngine:
             self._cache.close(live.row)
 
     def _step(self) -> None:
-        """One forward pass over every row that fits, then sampling where a row is complete.
-
-        Nothing is noted before all is computed, so that a pass which ran out of memory can be
-        repeated.
-        """
+        """One forward pass over every row that fits, then sampling where a row is complete."""
         segments, requests = self._plan()
         hidden = self._run(segments)
         # Behind the path's last token only; a prompt that was taken in by halves has none yet.
-        complete = [n for n, one in enumerate(segments) if one.count == one.row.num_unfed]
-        ends = [segments[n].offset + segments[n].count - 1 for n in complete]
-        done = [requests[n] for n in complete]
-        found = self._sample(done, hidden[ends]) if complete else []
+        done: list[LiveRequest] = []
+        ends: list[int] = []
+        for live, segment in zip(requests, segments, strict=True):
+            if segment.count == segment.row.num_unfed:
+                done.append(live)
+                ends.append(segment.offset + segment.count - 1)
+        found = self._sample(done, hidden[ends]) if done else []
         for segment in segments:
             self._cache.fed(segment.row, segment.count)
         for live, (token, logprob, entropy) in zip(done, found, strict=True):
             self._append(live, token, logprob, entropy)
 
-    def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Halves the tokens of a pass; where they are few already, fails what would run."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if self._room > MIN_ROWS:
-            self._room = max(MIN_ROWS, self._room // 2)
-            _log.warning(
-                "engine: a forward pass ran out of memory (%s); one takes in at most %d tokens"
-                " until the next publish",
-                first_line(error),
-                self._room,
-            )
-            return
+    def _give_up(self, error: torch.OutOfMemoryError) -> None:
+        """Fails the requests that the device has no memory for."""
+        # Blocks that the allocator has cached may be what the next pass needs.
+        torch.cuda.empty_cache()
         reason = EngineError(
-            f"engine: the device has no memory left for a pass of {self._room} tokens"
-            f" ({first_line(error)}); lower engine.native.cache_gb, learn.max_pack_tokens or"
+            f"engine: the device has no memory left for a forward pass ({first_line(error)});"
+            " lower engine.native.cache_gb, engine.max_rows, learn.max_pack_tokens or"
             " rollout.max_completion_tokens",
             code="device-memory-spent",
         )
@@ -356,16 +332,14 @@ class NativeEngine:
         of."""
         segments: list[Segment] = []
         requests: list[LiveRequest] = []
-        room = self._room
+        room = self._buckets[-1]
         offset = 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
         limit = min(self.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
-        ready = [(live, live.row) for live in self._running if live.row is not None]
-        # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
-        # blocks, so that a shared block which attention has loaded serves several rows.
-        ready.sort(key=lambda pair: (pair[1].num_unfed, [node.block for node in pair[1].nodes]))
-        for live, row in ready:
+        for live in sorted(self._running, key=_place):
+            row = live.row
+            assert row is not None
             count = min(row.num_unfed, limit)
             # Whole chunks or nothing: cut to the room that is left, they would depend on company.
             if offset + count > room:
@@ -379,9 +353,10 @@ class NativeEngine:
     def _run(self, segments: list[Segment]) -> Tensor:
         """Returns the hidden states of the segments' tokens, one after another, and of the
         padding."""
-        count = sum(segment.count for segment in segments)
-        # Where products round by their number of rows, only numbers that round alike are run.
-        rows = next(bucket for bucket in self._buckets if bucket >= count)
+        last = segments[-1]
+        count = last.offset + last.count
+        # If products round by their number of rows, only numbers that round alike are run.
+        rows = self._buckets[bisect_left(self._buckets, count)]
         plan = RaggedPlan(
             rows, self._cache.pool, self._cache.table, segments, self._forward.kernels
         )
@@ -395,7 +370,7 @@ class NativeEngine:
         """Returns token, log-probability and entropy of each request."""
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
-        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        rows = self._buckets[bisect_left(self._buckets, len(requests))]
         padded = functional.pad(hidden, (0, 0, 0, rows - len(requests)))
         logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
         temperatures = [0.0] * len(logits)
@@ -425,6 +400,7 @@ class NativeEngine:
             if sampling.filters == NO_FILTERS:
                 continue
             path = [*live.request.prefix_ids, *live.sampled]
+            # Temperature is applied by `filtered`, so the draw is at 1.
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
             drawn = sample_tokens(left[None], [1.0], [keys[row]], [len(live.sampled)])
             for column, value in zip(columns, drawn, strict=True):
@@ -434,6 +410,7 @@ class NativeEngine:
         live.sampled.append(token)
         live.logprobs.append(logprob)
         live.entropies.append(entropy)
+        # Before the end is looked for: a step may end with the last token of its probe.
         if live.request.on_probe is not None and len(live.sampled) == live.request.probe_tokens:
             live.request.on_probe(tuple(live.entropies))
         limit = live.request.sampling.max_new_tokens
@@ -455,6 +432,15 @@ class NativeEngine:
         settle(live.future, completion)
 
 
+def _place(live: LiveRequest) -> tuple[int, list[int]]:
+    """Where a request comes in a pass."""
+    row = live.row
+    assert row is not None
+    # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
+    # blocks, so that a shared block which attention has loaded serves several rows.
+    return row.num_unfed, [node.block for node in row.nodes]
+
+
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
     """Copies weights into `model` in place, one tensor after another, casting to its dtype.
 
@@ -462,6 +448,7 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
         EngineError: names are missing or unknown (the model is left as it was), or a shape differs.
     """
     own = model.state_dict()
+    # Before anything is copied, so that a refused publish changes nothing.
     if own.keys() != set(source.names):
         odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(

@@ -29,7 +29,7 @@ and sums run in another order."""
 
 
 class Product(Protocol):
-    """Linear layers with the same input; their outputs stand one after another on the last axis."""
+    """Linear layers with the same input; their outputs follow each other on the last axis."""
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
@@ -66,7 +66,7 @@ class LaidOutLinears:
             self._bias = _biases(self._linears)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        # The kernels read a matrix of rows, whatever axes stand before the last one.
+        # The kernels read a matrix of rows, whatever axes come before the last one.
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
@@ -103,22 +103,27 @@ def _biases(linears: Sequence[Any]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     # Query, key and value are one product here, though some models bias only some of them.
-    biases = (
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-        for linear in linears
-    )
-    return torch.cat([bias.detach() for bias in biases])
+    biases = []
+    for linear in linears:
+        none = linear.weight.new_zeros(linear.out_features)
+        biases.append((none if linear.bias is None else linear.bias).detach())
+    return torch.cat(biases)
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
     """Returns the function that lays a linear layer's weights out in the way that is fastest here;
     `SeparateLinears` where no layout is faster."""
-    widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
-    step = 0 if kernels is None else kernels.product_step
     # Ours before the library's: of them alone is it known that a row's bits are its own.
-    if kernels is not None and step and not any(width % step for width in widths):
+    if kernels is not None and kernels.product_step and _fits(model, kernels.product_step):
         return functools.partial(LaidOutLinears, kernels)
     return PackedLinears if packs(model) else SeparateLinears
+
+
+def _fits(model: nn.Module, step: int) -> bool:
+    for module in model.modules():
+        if type(module) is nn.Linear and module.in_features % step:
+            return False
+    return True
 
 
 def packs(model: Any) -> bool:
@@ -143,6 +148,7 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
         # Not isinstance: a subclass (quantized, LoRA) computes something else in its forward.
         if type(linear) is nn.Linear and kind is not SeparateLinears:
             product = kind(linear)
+            # On the object, so that hooks and names of the model stay as they are.
             linear.forward = product  # type: ignore[assignment]
             taken.append(product)
     return taken
@@ -154,10 +160,9 @@ def _problem() -> str | None:
     """Why the private operators that this rests on cannot be used, found by a small product; None
     where they can."""
     generator = torch.Generator().manual_seed(0)
-    weight, rows, bias = (
-        torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16()
-        for shape in ((96, 64), (20, 64), (96,))
-    )
+    weight = torch.randn(96, 64, generator=generator, dtype=torch.float32).bfloat16()
+    rows = torch.randn(20, 64, generator=generator, dtype=torch.float32).bfloat16()
+    bias = torch.randn(96, generator=generator, dtype=torch.float32).bfloat16()
     plain = functional.linear(rows, weight, bias).float()
     # Private, so another torch may have none or others under these names: tried, not assumed.
     try:

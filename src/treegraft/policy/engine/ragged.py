@@ -7,6 +7,7 @@ Without them, and on a card, torch's operators run it over copies of the blocks,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Gathered:
         columns = torch.arange(own_keys.shape[2], device=query.device)
         visible = columns <= rows
         if options.window is not None:
+            # The same condition as in the learner, so that both see the same keys.
             visible &= rows - columns < options.window
         visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
         part = partial_attention(
@@ -171,6 +173,7 @@ class RaggedPlan:
             self._gathered = list(self._groups(query.device))
         keys = self.pool.keys[layer]
         values = self.pool.values[layer]
+        # Zeros, since rows of padding belong to no path and would stay uninitialised.
         output = query.new_zeros(count, heads, width)
         for tokens, part in self._gathered:
             part.store(key[:, tokens], value[:, tokens], keys, values)
@@ -216,29 +219,30 @@ def usable_rows(model: Any) -> tuple[int, ...]:
     usable = set(BUCKETS)
     generator = torch.Generator().manual_seed(0)
     for (_, width), linear in shapes.items():
+        # Random numbers, since equal ones would round alike in any order of a sum.
         rows = torch.randn(BUCKETS[-1], width, generator=generator, dtype=torch.float32)
         reference = torch.cat([linear(part) for part in rows.split(MIN_ROWS)])
         for bucket in BUCKETS:
-            # Every row must come out alike, wherever it stands.
+            # Every row must come out alike, at the beginning and at the end.
             upright = linear(rows[:bucket])
             upside_down = linear(rows[:bucket].flip(0)).flip(0)
-            if not (
-                torch.equal(upright, reference[:bucket])
-                and torch.equal(upside_down, reference[:bucket])
-            ):
-                usable.discard(bucket)
+            for found in (upright, upside_down):
+                if not torch.equal(found, reference[:bucket]):
+                    usable.discard(bucket)
     if not usable:
         raise ModelError(
             "engine: no number of rows gives repeatable matrix products on this machine",
             code="rows-not-repeatable",
         )
     head = model.get_output_embeddings()
-    # Behind the head stands no activation.
+    # No activation follows the head.
     widths = {module.out_features for module in linears if module is not head}
-    even = {
-        bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)
-    }
-    # Where no number is even, repeatable products are still worth having.
+    even = usable.copy()
+    for bucket in usable:
+        for width in widths:
+            if not _activations_are_even(bucket, width):
+                even.discard(bucket)
+    # If no number is even, repeatable products are still worth having.
     return tuple(sorted(even or usable))
 
 
@@ -246,6 +250,8 @@ def _activations_are_even(bucket: int, width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, width, generator=generator, dtype=torch.float32)
     many = rows.expand(bucket, width).contiguous()
-    alone = (functional.silu(rows), functional.gelu(rows, approximate="tanh"))
-    together = (functional.silu(many), functional.gelu(many, approximate="tanh"))
-    return all(bool((b == a).all()) for a, b in zip(alone, together, strict=True))
+    gelu = functools.partial(functional.gelu, approximate="tanh")
+    for activation in (functional.silu, gelu):
+        if not (activation(many) == activation(rows)).all():
+            return False
+    return True

@@ -30,10 +30,9 @@ class LiveRequest:
 
 @dataclass(eq=False)
 class Order:
-    """A call for the engine thread: when nothing is running (publish) or at once (forget)."""
+    """A call for the engine thread, when nothing is running: a publish."""
 
     act: Callable[[], None]
-    waits_for_idle: bool
     future: Future[None] = field(default_factory=Future)
 
 

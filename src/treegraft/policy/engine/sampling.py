@@ -13,9 +13,6 @@ from treegraft.core.interfaces import NoiseKey
 from treegraft.policy.kernels.engine import DRAWN, Kernels
 from treegraft.policy.noise import noise_words, philox_gumbels
 
-ROWS = 16
-"""Rows that are drawn for together on a CPU without kernels, few enough for their float32 copies to
-fit in a processor's cache."""
 Columns = tuple[Tensor, Tensor, Tensor]
 
 
@@ -39,18 +36,18 @@ def sample_tokens(
         temperatures: [rows] T; 0 is greedy and scored at T = 1.
         noise_keys: [rows] the keys of the completions; None for greedy rows.
         positions: [rows] tokens of the completion before this one.
-        kernels: those for the logits' type; None takes torch's operators.
+        kernels: those for the logits' type; None means torch's operators.
 
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
     device = logits.device
     size = logits.shape[-1]
-    rows = [
-        (t if t > 0 else 1.0, *((0, 0, -1) if key is None else (*noise_words(key), position)))
-        for t, key, position in zip(temperatures, noise_keys, positions, strict=True)
-    ]
-    # A double holds words of 32 bits.
+    rows = []
+    for temperature, key, position in zip(temperatures, noise_keys, positions, strict=True):
+        words = (0, 0, -1) if key is None else (*noise_words(key), position)
+        rows.append((temperature if temperature > 0 else 1.0, *words))
+    # A double is exact for words of 32 bits.
     numbers = torch.tensor(rows, dtype=torch.float64, device=device)
     scale = numbers[:, 0].float()
     draws = numbers[:, 1:].long()
@@ -63,20 +60,7 @@ def sample_tokens(
     if is_whole:
         return _sample_at_once(logits / scale[:, None], noise)
     is_greedy = draws[:, 2] < 0 if any(key is None for key in noise_keys) else None
-    # The kernels go row by row themselves, and on another device every row more saves launches.
-    step = ROWS if kernels is None and device.type == "cpu" else len(logits)
-    parts = [
-        _sample_by_blocks(
-            logits[first : first + step],
-            scale[first : first + step],
-            noise[first : first + step],
-            None if is_greedy is None else is_greedy[first : first + step],
-            kernels,
-        )
-        for first in range(0, len(logits), step)
-    ]
-    tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return tokens, logprobs, entropies
+    return _sample_by_blocks(logits, scale, noise, is_greedy, kernels)
 
 
 def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:

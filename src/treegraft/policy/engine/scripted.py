@@ -99,7 +99,7 @@ class ScriptedEngine:
             return await reply if inspect.isawaitable(reply) else reply
         if not self._list:
             raise EngineError(
-                f"scripted engine: request {len(self.calls)} came, but the list held"
+                f"scripted engine: request {len(self.calls)} came, but the list had"
                 f" {len(self.calls) - 1} replies; add one",
                 code="replies-spent",
             )
@@ -116,9 +116,6 @@ class ScriptedEngine:
             if count == sampling.max_new_tokens:
                 return ids[:count], StopReason.LENGTH
         return ids, StopReason.STOP
-
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Has nothing to forget."""
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version; there are no weights."""

@@ -16,20 +16,20 @@ from treegraft.core.types import EntropyKind as EntropyKind  # offered here too,
 from treegraft.policy.engine.stops import StopFinder as StopFinder
 
 NUM_ASKED = 20
-"""Log-probabilities of each token that are asked for: vLLM's own limit, unless --max-logprobs
+"""Log-probabilities of each token that are requested: vLLM's own limit, unless --max-logprobs
 raises it."""
 
 
 def top_k_entropy(logprobs: Iterable[float]) -> float:
-    """Returns Σ -p ln p in nats over the 19 most likely tokens: of 20 that are asked for, an
-    unlikely token that was drawn takes the place of the last one."""
+    """Returns Σ -p ln p in nats over the 19 most likely tokens: of 20 that are requested, an
+    unlikely token that was drawn is in the place of the last one."""
     most_likely = sorted(logprobs, reverse=True)[: NUM_ASKED - 1]
     return sum(-math.exp(one) * one for one in most_likely)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """What a server is asked for."""
+    """A request to a server."""
 
     token_ids: Sequence[int]
     """The whole path so far."""
@@ -53,9 +53,7 @@ class TokenReply(NamedTuple):
     logprobs: Sequence[float]
     """[tokens] Of the drawn tokens, under that distribution."""
     entropies: Sequence[float] | None = None
-    """[tokens] By `top_k_entropy`; None where the server reports nothing but the drawn tokens."""
-    bounds: Sequence[float] | None = None
-    """[tokens] The most that these entropies lack, in nats; None where that is not known."""
+    """[tokens] By `top_k_entropy`; None if the server reports nothing but the drawn tokens."""
 
 
 class TokenServer(Protocol):
@@ -72,7 +70,7 @@ def completion_limit(request: Request, max_context: int | None) -> int:
         max_context: the longest path in tokens, prompt included; None for no limit.
 
     Raises:
-        EngineError: an empty or over-long prefix, or no token is asked for.
+        EngineError: an empty or over-long prefix, or a request for no token.
     """
     prefix_ids = request.prefix_ids
     sampling = request.sampling
@@ -137,6 +135,7 @@ class Draft:
             token_ids=[*self.request.prefix_ids, *self.ids],
             max_tokens=1 if in_grace else room,
             temperature=sampling.temperature,
+            # 63 bits, since vLLM reads a signed number.
             seed=keyed_int("seed", count, *key) >> 1,
             # Only so that the server does not write on in vain: `take` decides.
             stop=[] if in_grace else [*sampling.stop, *sampling.final],
@@ -158,6 +157,7 @@ class Draft:
         entropies = reply.entropies
         if entropies is None:
             self._kind = EntropyKind.SAMPLED
+            # E[-ln p] over draws is the entropy, so one draw is an unbiased estimate.
             entropies = [-one for one in reply.logprobs]
         if not len(reply.token_ids) == len(reply.logprobs) == len(entropies):
             raise ValueError("a reply's columns have other lengths than its tokens")
@@ -197,7 +197,7 @@ class ServerEngine:
 
     fingerprint = ""
     takes_filters = False
-    """Whether the server can be asked for filters."""
+    """Whether requests can have filters."""
     _kind = EntropyKind.TOP_K
     """Of the entropies in replies that have any."""
 
@@ -217,7 +217,7 @@ class ServerEngine:
             server: None for one that is set as `server` before the first request.
             end_ids: tokens that end a completion, the end of sequence among them; more may be set
                 as `end_ids` before the first request.
-            capacity: requests that the server is asked at the same time.
+            capacity: requests to the server at the same time.
             max_context: the longest path of the server, in tokens; None for no limit.
             deadline_s: longest wait for a completion, and for those under way at a publish.
         """
@@ -252,6 +252,7 @@ class ServerEngine:
             EngineError: an empty or over-long prefix, filters, or no reply.
             DeadlineExceeded: no completion in time.
         """
+        # Outside the deadline: a bad request is refused at once.
         draft = self._draft(request)
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -294,15 +295,13 @@ class ServerEngine:
         async with self._places:
             return await self.server.generate(draft.next())
 
-    def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Does nothing: servers drop what was used least recently."""
-
     async def publish(self, source: WeightSource | None, version: int) -> None:
         """Takes the version, once running completions are done; the source is not read.
 
         Raises:
             DeadlineExceeded: completions took longer than the deadline.
         """
+        # New completions wait from here on, or a busy server would never be idle.
         self._is_open.clear()
         try:
             try:

@@ -80,4 +80,5 @@ class StopFinder:
             return StopReason.STOP
         if sampling.stop and self.ends_with_any(token_ids, sampling.stop):
             return StopReason.STOP
+        # Last: an end or a stop with the last allowed token still counts.
         return StopReason.LENGTH if len(token_ids) >= limit else None

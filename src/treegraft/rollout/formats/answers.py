@@ -28,11 +28,11 @@ class AnswerRule:
     pattern: str = ""
     """Of "regex"."""
     finds_numbers: bool = False
-    """"auto" takes the last number of a sentence where a reference is a number."""
+    """"auto" is the last number of a sentence if a reference is a number."""
 
     @property
     def looks_for_box(self) -> bool:
-        """Whether the text in a \\boxed{} stands for the whole, where there is one."""
+        """Whether the text in a \\boxed{} is the answer, if there is one."""
         return self.kind in ("auto", "boxed")
 
     def read(self, text: str, reference: Sequence[str]) -> str | None:

@@ -95,6 +95,7 @@ class ChatFormat(MarkedFormat):
         self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
         self.final: tuple[str, ...] = ()
+        # At the end, since it renders and parses with everything above.
         self._check_reading(tools)
 
     def _check_reading(self, tools: Sequence[Tool]) -> None:
@@ -109,11 +110,9 @@ class ChatFormat(MarkedFormat):
             try:
                 self.render_step(content)
             except ValueError as error:
+                reason = str(error).rstrip(".")
                 raise TemplateRefusal(
-                    "format.kind is 'chat', but the model's chat template writes what cannot be"
-                    f" read back: {error} Name another one with format.chat_template, or set"
-                    " format.kind = 'tags'.",
-                    reason=f"the model's chat template writes what cannot be read back: {error}",
+                    f"the model's chat template writes what cannot be read back: {reason}",
                     code="template-not-read-back",
                 ) from error
 
@@ -153,6 +152,7 @@ class ChatFormat(MarkedFormat):
             for mark in self._foreign_marks:
                 if mark in text:
                     raise Violation(f"{mark} is not the agent's to write")
+            # Special tokens other than calls' marks would open turns of other roles.
             if self._specials.count(ids):
                 raise Violation("a special token inside the turn")
             if not has_ended:
@@ -240,8 +240,7 @@ class ChatFormat(MarkedFormat):
         """Returns the thought of a turn and the mark of a call, or where calls have none, their
         JSON up to the tool's name. The tool is the policy's to choose, whatever `tool` says.
 
-        A thought is text in think tags, or all text before a call; text before an answer is not
-        kept.
+        A thought is text in think tags, or all text before a call; text before an answer goes.
         """
         ids, _ = self._before_end(token_ids)
         text = self._decode(ids)
@@ -272,9 +271,10 @@ class ChatFormat(MarkedFormat):
         return tuple(self._harmless_ids(lambda safe: self._template.results([*map(safe, texts)])))
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
-        return self._harmless_ids(
-            lambda safe: "\n".join(self._shown(value, safe) for value in values)
-        )
+        def render(safe: Callable[[str], str]) -> str:
+            return "\n".join(self._shown(value, safe) for value in values)
+
+        return self._harmless_ids(render)
 
     def _shown(self, value: str | StepContent, safe: Callable[[str], str]) -> str:
         if isinstance(value, str):
@@ -284,7 +284,7 @@ class ChatFormat(MarkedFormat):
             try:
                 name, arguments = self._arguments(call)
             except ValueError:
-                # A tool that this agent has not: shown, but in no mark that it could take up.
+                # A tool that this agent has not: as text, in no mark that it could repeat.
                 lines.append(safe(f"{call.name}: {call.body.strip()}"))
                 continue
             inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
@@ -298,9 +298,9 @@ class ChatFormat(MarkedFormat):
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
         """The tokens of a text with foreign parts, each passed through the function that
-        `render` is given, so that none forges anything."""
+        `render` receives, so that none forges anything."""
         # The whole text is rendered at once, since a template may change its parts by each other;
-        # so marks are counted against those of a text that surely holds none. Each attempt keeps
+        # so marks are counted against those of a text that surely has none. Each attempt leaves
         # less of the foreign text: a normaliser can make marks of other characters.
         plain = self._encode(render(lambda _: "x"))
         for safe in (self.sanitized, plain_text, lambda _: WITHHELD):

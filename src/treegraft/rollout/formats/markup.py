@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
@@ -17,9 +17,6 @@ from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
-SHORT = 120
-NUM_SHORT = 8192
-"""Characters of texts whose tokens are remembered, and how many of them."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
@@ -55,7 +52,7 @@ class Specials:
         self.ids_with_markup = self.ids | markup_ids
         """The same with our tags: tokens that no foreign text may hold."""
         texts = {tokenizer.decode([index], skip_special_tokens=False) for index in ids - markup_ids}
-        # The longest first, since of alternatives that begin alike a pattern takes the first.
+        # The longest first, since of alternatives that begin alike a pattern finds the first.
         longest_first = filter(str.strip, sorted(texts, key=len, reverse=True))
         self._texts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -79,7 +76,7 @@ class FormatOptions(TypedDict, total=False):
     require_boxed: bool
     """An answer without \\boxed{} is a violation; True by default."""
     answer: AnswerRule | None
-    """How the answer is read; None, the default, takes the last box, or all of it."""
+    """How the answer is read; None, the default, means the last box, or all of it."""
     max_context: int | None
     """Longest prompt, in tokens; None, the default, for no limit."""
     end_ids: Sequence[int] | None
@@ -105,7 +102,6 @@ class MarkedFormat(ABC):
         self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
     ) -> None:
         self._tokenizer = tokenizer
-        self._short_ids = lru_cache(maxsize=NUM_SHORT)(self._encode_anew)
         self._require_think = options.get("require_think", True)
         self._require_boxed = options.get("require_boxed", True)
         self._answer_rule = options.get("answer") or AnswerRule()
@@ -119,7 +115,7 @@ class MarkedFormat(ABC):
 
     @cached_property
     def system_prompt(self) -> str:
-        """The system prompt, composed where none was given."""
+        """The system prompt, composed if the settings have none."""
         if self._given_prompt is not None:
             return self._given_prompt
         return self._composed_prompt(self._tools, mentions_retrieval=self._mentions_retrieval)
@@ -188,10 +184,11 @@ class MarkedFormat(ABC):
             max_tokens: the steps are cut from the left to this length, tags included; None cuts
                 nothing.
         """
-        # The marks are encoded apart from the text, so that a cut never takes them along.
+        # The marks are encoded apart from the text, so that a cut never removes them.
         opening, closing = (self._encode(mark) for mark in self._graft_marks)
         ids = self._graft_ids(values)
         if max_tokens is not None:
+            # From the left, since the end of a step leads to what follows.
             ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
         return (*opening, *ids, *closing)
 
@@ -209,7 +206,7 @@ class MarkedFormat(ABC):
             return [*map(self._described, value)]
         if not isinstance(value, str):
             return value
-        # The second keeps less: a normaliser can make marks of other characters.
+        # The second leaves less: a normaliser can make marks of other characters.
         for text in (self.sanitized(value), plain_text(value)):
             ids = self._encode(text)
             is_free = self._specials.ids_with_markup.isdisjoint(ids)
@@ -218,12 +215,6 @@ class MarkedFormat(ABC):
         return WITHHELD
 
     def _encode(self, text: str, **options: bool) -> list[int]:
-        # Marks and short results come again and again.
-        if len(text) <= SHORT:
-            return [*self._short_ids(text, **options)]
-        return self._encode_anew(text, **options)
-
-    def _encode_anew(self, text: str, **options: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False, **options))
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -234,13 +225,14 @@ class MarkedFormat(ABC):
     def _before_end(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
         """A completion without its end tokens, and whether it had any."""
         ids = list(token_ids)
+        # All of them: some models write two end tokens in a row.
         while ids and ids[-1] in self._end_ids:
             ids.pop()
         return ids, len(ids) < len(token_ids)
 
     def _continued(self, ids: Sequence[int], text: str, more: str) -> tuple[int, ...]:
         """The tokens of `text`, with which the text of `ids` begins, and of `more` behind it: the
-        given ones as far as they reach."""
+        present ones as far as they reach."""
         num = shortest_prefix(self._decode, ids, text)
         # A token may reach over the end of the text.
         while not text.startswith(self._decode(ids[:num])):
@@ -327,7 +319,7 @@ def loosely(marks: Iterable[str]) -> re.Pattern[str]:
     for mark in sorted(marks, key=len, reverse=True):
         tag = re.fullmatch(r"</?([\w.-]+)>", mark)
         patterns.append(rf"<(?:/\s*)?{re.escape(tag[1])}\s*>" if tag else re.escape(mark))
-    return re.compile("|".join(dict.fromkeys(patterns)), re.IGNORECASE)
+    return re.compile("|".join(patterns), re.IGNORECASE)
 
 
 def _natural_unknown(tokenizer: Tokenizer) -> int | None:
@@ -339,10 +331,10 @@ def _natural_unknown(tokenizer: Tokenizer) -> int | None:
 
 
 def clean(text: str, *, keep_controls: bool = False) -> str:
-    """Returns text that every tokenizer takes: lone surrogates are replaced, and so are control
+    """Returns text that every tokenizer accepts: lone surrogates are replaced, and so are control
     characters.
 
-    Line breaks and tabs stay; `keep_controls` keeps the other control characters too.
+    Line breaks and tabs stay; `keep_controls` leaves the other control characters too.
     """
     encodable = text.encode("utf-8", "replace").decode("utf-8")
     if keep_controls:
@@ -393,7 +385,7 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
 
 
 def _input_of(tool: Tool) -> str:
-    """A sentence on the input of a tool that takes more than a text, or whose text is optional."""
+    """A sentence on the input of a tool with more than a text, or whose text is optional."""
     signature = signature_of(tool)
     properties = signature.schema.get("properties") or {}
     optional = [name for name in properties if not signature.requires(name)]

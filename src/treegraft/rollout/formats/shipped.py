@@ -41,7 +41,7 @@ def fitting(tokenizer: Any) -> Iterator[str]:
 
 
 def use_template(name: str | None, tokenizer: Any) -> None:
-    """Gives the tokenizer the template that `format.chat_template` names; a checkpoint then keeps
+    """Gives the tokenizer the template that `format.chat_template` names; a checkpoint then has
     it. None and "own" leave the model's.
 
     Raises:

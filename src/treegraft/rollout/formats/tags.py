@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -64,7 +64,7 @@ class _Reading:
 
 
 class TagsFormat(MarkedFormat):
-    """Steps as tags. `stop` holds the closing tags of the tools, `final` that of the answer."""
+    """Steps as tags. `stop` has the closing tags of the tools, `final` that of the answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
@@ -118,23 +118,16 @@ class TagsFormat(MarkedFormat):
         """
         ids, has_ended = self._before_end(token_ids)
         text = self._decode(ids)
-
-        def ends_at(end: int) -> bool:
-            return shortest_prefix(self._decode, ids, text[:end]) == len(ids)
-
-        has_special = self._specials.count(ids) > 0
-        return self._parsed(text, ends_at, has_special=has_special, has_ended=has_ended)
-
-    def _parsed(
-        self, text: str, ends_at: Callable[[int], bool], *, has_special: bool, has_ended: bool
-    ) -> ParsedStep:
         reading = _Reading()
         try:
             self._read(text, reading)
-            if reading.name is not None and not ends_at(reading.end):
+            # What follows the tag inside the token that closes it does not matter.
+            if reading.name is not None and len(ids) > shortest_prefix(
+                self._decode, ids, text[: reading.end]
+            ):
                 action = "answer" if reading.name == ANSWER else "tool call"
                 raise Violation(f"text after the {action}")
-            if has_special:
+            if self._specials.count(ids):
                 raise Violation("a special token inside the step")
             if reading.name is None and has_ended:
                 raise Violation("ended without a tool call or an answer")
@@ -155,12 +148,7 @@ class TagsFormat(MarkedFormat):
         `parse_step`."""
         for token in self._end_ids:
             text = text.rstrip().removesuffix(self._decode([token]))
-        return self._parsed(
-            text,
-            lambda end: not text[end:].strip(),
-            has_special=self._specials.broken(text) != text,
-            has_ended=False,
-        )
+        return self.parse_step(self._encode(text.rstrip()))
 
     def _read(self, text: str, reading: _Reading) -> None:
         """Fills in `reading` up to the end of the step's action; leaves its name None where the
@@ -186,6 +174,7 @@ class TagsFormat(MarkedFormat):
                 raise Violation("a second thought")
             if name != THINK and self._require_think and reading.thought is None:
                 raise Violation(f"no thought before <{name}>")
+            # Any of our tags: one inside another is a violation, not text.
             closing = self._tag.search(text, opening.end())
             if closing is None:
                 return
@@ -250,7 +239,7 @@ class TagsFormat(MarkedFormat):
             if call.name in self._tool_names:
                 ids += self._tagged_ids(call.name, call.body)
             else:
-                # A tool that this agent has not: shown, but in no tag that it could take up.
+                # A tool that this agent has not: as text, in no tag that it could repeat.
                 ids += self._foreign_ids(f"{call.name}: {call.body.strip()}")
         ids += self.observation_ids(content.observations)
         if content.answer is not None:
@@ -269,7 +258,7 @@ class TagsFormat(MarkedFormat):
     def _foreign_ids(self, text: str) -> list[int]:
         safe = self.sanitized(text)
         special = self._specials.ids_with_markup
-        # Each attempt keeps less of the text: a normaliser can make a mark of other characters,
+        # Each attempt leaves less of the text: a normaliser can make a mark of other characters,
         # such as full-width brackets.
         attempts = (
             safe,
@@ -301,6 +290,7 @@ class TagsFormat(MarkedFormat):
             reason = parsed.violation or "it holds a special token or no whole action"
             raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
+            # So that a model which imitates the step learns to stop.
             ids.append(self._tokenizer.eos_token_id)
         return self._spans(ids, content.observations)
 
@@ -366,7 +356,7 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
     steps: list[StepContent] = []
     thought: list[str] = []
     position = 0
-    # Both looked up once: hostile text holds many openings that are never closed.
+    # Both looked up once: hostile text has many openings that are never closed.
     closings: dict[str, list[int]] = {}
     for closing in _ANY_CLOSING.finditer(text):
         closings.setdefault(closing[1], []).append(closing.start())

@@ -118,13 +118,12 @@ def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
         sockets: by address, those of servers that listen at a file: the folder is ours alone, while
             any user of this machine can reach a port.
     """
-    # Idle connections are closed before the server does so, which takes vLLM 5 s: a request sent at
+    # Idle connections are closed before the server does so, after 5 s in vLLM: a request sent at
     # that moment would be lost.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-    mounts = {
-        url: httpx.AsyncHTTPTransport(uds=str(path), limits=limits, trust_env=False)
-        for url, path in sockets.items()
-    }
+    mounts = {}
+    for url, path in sockets.items():
+        mounts[url] = httpx.AsyncHTTPTransport(uds=str(path), limits=limits, trust_env=False)
     return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, mounts=mounts)
 
 
@@ -147,12 +146,14 @@ def find_python(settings: VllmSettings) -> str:
     if settings.python is None:
         # The working directory, and the clone that this package is run from.
         places = (Path.cwd(), Path(__file__).parents[5])
-        found = [one / ".vllm-env/bin/python" for one in places]
-        python = next((one for one in found if one.exists()), None)
-        if python is None:
+        for place in places:
+            python = place / ".vllm-env/bin/python"
+            if python.exists():
+                break
+        else:
             raise SettingError(
-                "engine.vllm.python is not set, and there is no"
-                f" {' or '.join(map(str, found))}; expected the Python of an environment with"
+                "engine.vllm.python is not set, and there is no .vllm-env/bin/python in"
+                f" {' or '.join(map(str, places))}; expected the Python of an environment with"
                 f" vLLM. {how} as engine.vllm.python.",
                 code="vllm-python-missing",
             )
@@ -223,11 +224,10 @@ def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
     """Writes the model as a folder that vLLM loads."""
     inner = base_model(model)
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
-    weights = {
-        name: tensor.cpu().contiguous()
-        for name, tensor in plain_weights(model).items()
-        if name not in tied
-    }
+    weights = {}
+    for name, tensor in plain_weights(model).items():
+        if name not in tied:
+            weights[name] = tensor.cpu().contiguous()
     try:
         inner.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
@@ -248,7 +248,7 @@ def _own_servers(
     settings = config.engine.vllm
     work = folders[0]
     sockets = folders[-1]
-    # A link of its own: the folder that holds our package may hold others, which would shadow those
+    # A link of its own: the folder with our package may have others, which would shadow those
     # of the servers' environment.
     packages = work / "packages"
     packages.mkdir()
@@ -263,7 +263,6 @@ def _own_servers(
             environment=_environment(settings, number, packages, sockets),
             log=work / f"server-{number}.log",
             folders=folders,
-            sockets=[path],
         )
         servers.append(Server(url, http, process))
     return http, servers
@@ -274,7 +273,8 @@ def options(config: Config, path: Path) -> list[str]:
     settings = config.engine.vllm
     found = ["--served-model-name", MODEL_NAME, "--uds", str(path)]
     found += ["--dtype", config.model.dtype, "--max-num-seqs", str(config.engine.max_rows)]
-    found += ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    found += ["--enable-scale-out"]
+    # Of the distribution that was drawn from: after temperature and filters.
     found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
     if settings.sleep:
         found += ["--enable-sleep-mode"]
@@ -290,6 +290,7 @@ def _environment(
     settings: VllmSettings, number: int, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
     found = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
+    # Both are for this process's Python and torch, and may break another's.
     for name in ("PYTHONHOME", ALLOCATOR):
         found.pop(name, None)
     if "TORCHELASTIC_RUN_ID" in os.environ and found.get("OMP_NUM_THREADS") == "1":
@@ -325,6 +326,7 @@ def gpus_of(settings: VllmSettings, number: int) -> str:
     each = settings.gpus or (visible.split(",") if count > 1 else [visible])
     own = each[number % len(each)]
     shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
+    # Whoever sets a share knows how many servers are on the GPU.
     has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
     if own and settings.num_servers > len(each) and not has_share:
         raise SettingError(

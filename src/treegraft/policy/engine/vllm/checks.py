@@ -31,7 +31,7 @@ async def check_identity(server: Server, expected: Mapping[str, Any]) -> dict[st
     """Returns what the server says of itself.
 
     Raises:
-        SettingError: something that keeps it from being used.
+        SettingError: something that makes it unusable.
         Unreachable: it does not answer.
     """
     found = await _identity(server)

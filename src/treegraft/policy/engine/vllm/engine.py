@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx
@@ -67,15 +66,11 @@ class VllmEngine(ServerEngine):
         self._folders = folders
         self._servers = Servers(servers, settings, expected)
         self._num_asked = NUM_ASKED
-        self._num_tokens: int | None = expected["vocab_size"]
         if expected["entropies"] == "measured":
             self._kind = EntropyKind.EXACT
             self._num_asked = NUM_MEASURED
-            self._num_tokens = None
         self._num_published = 0
         self._num_bytes = 0
-        self._bounds: list[float] = []
-        """Of the entropies of tokens since the last metrics."""
 
     async def open(self) -> None:
         """Starts the servers and waits until they can be sampled from.
@@ -89,6 +84,7 @@ class VllmEngine(ServerEngine):
             self.fingerprint = self._servers.due.fingerprint
             self._initial = None
         await self._servers.open()
+        # The shortest, since any server may answer any request.
         limits = [one.identity["max_context"] for one in self._servers.members if one.identity]
         self.max_context = min(limits, default=self.max_context)
         self._is_open.set()
@@ -106,9 +102,7 @@ class VllmEngine(ServerEngine):
 
     async def _ask(self, draft: Draft) -> TokenReply:
         tree = draft.request.noise_key[:-1]
-        reply = self._read(await self._servers.ask(tree, self._body(draft)))
-        self._bounds += reply.bounds or ()
-        return reply
+        return self._read(await self._servers.ask(tree, self._body(draft)))
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
@@ -122,6 +116,7 @@ class VllmEngine(ServerEngine):
             "repetition_penalty": filters.repetition_penalty,
             "seed": asked.seed,
             "logprobs": self._num_asked,
+            # End tokens are in stop_token_ids, so that they stay in the reply.
             "ignore_eos": True,
             "stop_token_ids": asked.stop_token_ids,
             "stop": asked.stop,
@@ -142,7 +137,7 @@ class VllmEngine(ServerEngine):
             EngineError: a reply without them.
         """
         try:
-            return read_reply(reply["choices"][0], self._num_tokens)
+            return read_reply(reply["choices"][0], self._kind)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
@@ -163,6 +158,7 @@ class VllmEngine(ServerEngine):
         due = await self._written(source, version)
         await self._servers.publish(due)
         if former is not None:
+            # Only now: a server may have been reading it until here.
             shutil.rmtree(former, ignore_errors=True)
         self.fingerprint = due.fingerprint
 
@@ -193,16 +189,11 @@ class VllmEngine(ServerEngine):
         metrics = {
             "time/engine_requests": float(counts["requests"]),
             "time/engine_moved": float(counts["moved"]),
-            "time/engine_restarts": float(counts["restarts"]),
             "time/engine_servers": float(len(self._servers.live)),
-            "time/engine_cached_frac": counts["cached"] / max(1, counts["prompt"]),
             "time/publish_bytes": float(self._num_bytes),
         }
-        if self._bounds:
-            metrics["rollout/entropy_tail_bound"] = fmean(self._bounds)
         counts.clear()
         self._num_bytes = 0
-        self._bounds = []
         return metrics
 
     # ------------------------------------------------------------------ the end

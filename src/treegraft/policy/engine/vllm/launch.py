@@ -33,7 +33,7 @@ def main(folders: list[str], command: list[str]) -> int:
         signal.signal(number, lambda got, _: asked.append(got))
     # A group of its own, by which the processes that a dead server leaves are found.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-    # A fork of the run may hold the pipe open, so its parent tells too.
+    # A fork of the run may leave the pipe open, so the parent's id is compared too.
     while server.poll() is None and not asked and os.getppid() == parent:
         is_closed, _, _ = select.select([0], [], [], POLL_S)
         if is_closed:

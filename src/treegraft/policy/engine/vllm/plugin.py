@@ -58,7 +58,7 @@ class Extension:
 
         def seen() -> Iterator[tuple[str, Tensor]]:
             for name, stored in read_folder(path):
-                # A GPU sums in moments what takes a processor a minute.
+                # A GPU sums in moments what a processor needs a minute for.
                 tensor = stored.to(self.device)
                 sums[name] = (str(tensor.dtype), tuple(tensor.shape), int(bit_sum(tensor)))
                 yield name, tensor

@@ -22,16 +22,13 @@ from treegraft.core.spans import trace_headers
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
-ANSWER_BYTES = 1 << 20
-"""Largest answer to a question that needs no computing."""
 TAIL_LINES = 15
 _STOP_S = 20.0
 """Time that the launcher gets to end its server, in seconds; it needs 17 at most."""
 
 
 class Unreachable(Exception):
-    """The server did not answer, or said that it has failed: another one, or it after a restart,
-    may answer."""
+    """The server did not answer, or said that it has failed: another one may answer."""
 
 
 class Process:
@@ -44,7 +41,6 @@ class Process:
         environment: Mapping[str, str],
         log: Path,
         folders: Sequence[Path] = (),
-        sockets: Sequence[Path] = (),
     ) -> None:
         """Starts nothing.
 
@@ -52,14 +48,12 @@ class Process:
             command: of the server.
             log: appended to.
             folders: removed by the launcher if the run dies.
-            sockets: at which it listens; removed before a start, since a killed one leaves them.
         """
         launcher = Path(__file__).with_name("launch.py")
         removed = json.dumps([str(folder) for folder in folders])
-        # Isolated, so that no module beside the launcher is taken for one of Python's own.
+        # Isolated, so that no module next to the launcher hides one of Python's own.
         self._command = [sys.executable, "-I", str(launcher), removed, *command]
         self._environment = dict(environment)
-        self._sockets = sockets
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,12 +61,10 @@ class Process:
         """Starts it. Raises EngineError if the program or its log cannot be opened."""
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            for left in self._sockets:
-                left.unlink(missing_ok=True)
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     self._command,
-                    stdin=subprocess.PIPE,  # its end tells the launcher that we have ended
+                    stdin=subprocess.PIPE,  # its end is how the launcher sees that we have ended
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=self._environment,
@@ -125,29 +117,23 @@ class Server:
     async def is_healthy(self) -> bool:
         """Returns whether the server answers and says that it is well."""
         with suppress(Unreachable, EngineError):
-            await self._answer("GET", "/health", None, CONTROL_TIMEOUT_S, ANSWER_BYTES)
+            await self._answer("GET", "/health", None, CONTROL_TIMEOUT_S)
             return True
         return False
 
     async def post(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        timeout_s: float | None = CONTROL_TIMEOUT_S,
-        max_bytes: int = ANSWER_BYTES,
+        self, path: str, body: Any = None, *, timeout_s: float | None = CONTROL_TIMEOUT_S
     ) -> Any:
         """Returns what the server answers, read from JSON.
 
         Args:
             timeout_s: longest wait; None for a caller that has a deadline of its own.
-            max_bytes: largest answer.
 
         Raises:
-            Unreachable: no answer, one that is no JSON or too large, or an error of the server's.
+            Unreachable: no answer, one that is no JSON, or an error of the server's.
             EngineError: the server refuses the request.
         """
-        return self._read(path, await self._answer("POST", path, body, timeout_s, max_bytes))
+        return self._read(path, await self._answer("POST", path, body, timeout_s))
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[dict[str, Any]]:
         """Returns what a method of our extension returns in each of the server's workers.
@@ -160,13 +146,13 @@ class Server:
         return list(answer["results"])
 
     async def version(self) -> str:
-        """Returns the label of the weights that it holds."""
+        """Returns the label of its weights."""
         path = "/weight_info"
-        answer = await self._answer("GET", path, None, CONTROL_TIMEOUT_S, ANSWER_BYTES)
+        answer = await self._answer("GET", path, None, CONTROL_TIMEOUT_S)
         return str(self._read(path, answer)["weight_version"])
 
     async def set_version(self, label: str) -> None:
-        """Labels the weights that it holds."""
+        """Labels its weights."""
         await self.post("/update_weight_version", {"new_version": label})
 
     def _read(self, path: str, answer: bytes) -> Any:
@@ -176,24 +162,12 @@ class Server:
         except ValueError as error:
             raise Unreachable(f"{self} did not answer {path} in JSON: {error}") from error
 
-    async def _answer(
-        self, method: str, path: str, body: Any, timeout_s: float | None, max_bytes: int
-    ) -> bytes:
-        found = bytearray()
+    async def _answer(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._http.stream(
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.request(
                     method, f"{self.url}{path}", json=body, headers=trace_headers()
-                ) as response,
-            ):
-                async for piece in response.aiter_bytes():
-                    found += piece
-                    if len(found) > max_bytes:
-                        raise Unreachable(
-                            f"{self} answered {path} with more than {max_bytes:,} bytes, which no"
-                            " vLLM server does"
-                        )
+                )
         except TimeoutError as error:
             if timeout_s is None:
                 raise
@@ -201,8 +175,8 @@ class Server:
         except httpx.HTTPError as error:
             raise Unreachable(f"{self} did not answer {path}: {type(error).__name__}") from error
         if response.status_code == 200:
-            return bytes(found)
-        said = " ".join(found[:600].decode(errors="replace").split())
+            return response.content
+        said = " ".join(response.content[:600].decode(errors="replace").split())
         if response.status_code >= 500:
             raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
         raise EngineError(

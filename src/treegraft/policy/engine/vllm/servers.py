@@ -1,8 +1,7 @@
 """The servers of a run: which one answers, what they hold, and what happens when one dies.
 
-Every live server holds the weights that are due, under their label. One that dies is left out until
-it is back and has been given those weights. Any server may answer a request; those of a tree share
-a cache and so keep to one.
+Every live server has the weights that are due, under their label. One that dies is left out until
+the run is resumed. Any server may answer a request; those of a tree share a cache and so go to one.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ from typing import Any
 
 from treegraft.core.errors import EngineError
 from treegraft.policy.engine.vllm.checks import check_identity
-from treegraft.policy.engine.vllm.replies import REPLY_BYTES, ROUTE
-from treegraft.policy.engine.vllm.server import ANSWER_BYTES, Server, Unreachable
+from treegraft.policy.engine.vllm.replies import ROUTE
+from treegraft.policy.engine.vllm.server import Server, Unreachable
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
 
 MAX_FAULTS = 8
-"""A request that so many servers, or one server so often, failed to answer is given up."""
+"""A request that so many servers, or one server so often, failed to answer ends with an error."""
 READY_S = 600.0
 """Longest wait for a server to become ready or to read weights: large models load for minutes."""
-MAX_RESTARTS = 3
-"""How often a server is started again, or waited for, before it is left out: one that dies more
-often has a fault that a restart does not mend."""
 _LOADING = "loading"
 _UNREADABLE = (ValueError, KeyError, TypeError, IndexError)
 """Raised by answers of another shape; SettingError, of a server that does not fit, is one of
@@ -45,11 +41,11 @@ class State(StrEnum):
     """What a server can do."""
 
     DOWN = "down"
-    """Nothing yet, or nothing any more until it is back."""
+    """Nothing yet, or until it is known whether it still answers."""
     LIVE = "live"
     """It answers, with the weights that are due."""
     LEFT_OUT = "left out"
-    """It has died too often."""
+    """Nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +69,12 @@ class Member:
         self.rows = asyncio.Semaphore(max_rows)
         self.load = 0
         """Requests under way or waiting for a row."""
-        self.num_restarts = 0
         self.sleeps = False
         self.identity: Mapping[str, Any] = {}
 
 
 class Servers:
-    """Asks servers, restarts them, and gives them weights."""
+    """Asks servers, and gives them weights."""
 
     def __init__(
         self,
@@ -95,16 +90,14 @@ class Servers:
         self._expected = expected
         self._wait_s = READY_S
         self.members = [Member(one, settings.max_rows) for one in servers]
-        # In the labels of weights, so that a reply by those of another run is told apart.
+        # In the labels of weights, so that a reply by those of another run is recognised.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.due = Due(f"{self.owner}-start")
         self._homes: dict[object, Member] = {}
         self._changed = asyncio.Event()
-        self._loading = asyncio.Lock()
-        """Held while a server reads a folder, which a publish would replace."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
-        """Requests, moved requests, restarts, and tokens of prompts, since the last metrics."""
+        """Requests and moved requests since the last metrics."""
 
     # ------------------------------------------------------------------ requests
 
@@ -114,11 +107,13 @@ class Servers:
 
     @property
     def death(self) -> EngineError | None:
-        """Why no server will answer again; None while one is live or on its way."""
+        """Why no server will answer again; None while one may."""
         if any(one.state is not State.LEFT_OUT for one in self.members):
             return None
+        faults = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
         return EngineError(
-            f"engine: no server is left after {MAX_RESTARTS} restarts each: {self._faults()}",
+            f"engine: no server is left: {faults}. Remove the cause, and resume the run, which"
+            " starts its servers again.",
             code="no-server-left",
         )
 
@@ -151,21 +146,16 @@ class Servers:
         Raises:
             Unreachable: it did not answer, or by other weights; EngineError: it refused.
         """
-        most = ANSWER_BYTES + REPLY_BYTES * body["sampling_params"]["max_tokens"]
         member.load += 1
         try:
             async with member.rows:
                 if member.state is not State.LIVE:
                     raise Unreachable(member.fault)
                 self.counts["requests"] += 1
-                reply = await member.server.post(ROUTE, body, timeout_s=None, max_bytes=most)
+                reply = await member.server.post(ROUTE, body, timeout_s=None)
         finally:
             member.load -= 1
         self._check_weights(member, reply)
-        usage = reply.get("usage") or {}
-        details = usage.get("prompt_tokens_details") or {}
-        self.counts["prompt"] += usage.get("prompt_tokens", 0)
-        self.counts["cached"] += details.get("cached_tokens") or 0
         return dict(reply)
 
     def _check_weights(self, member: Member, reply: Mapping[str, Any]) -> None:
@@ -184,6 +174,7 @@ class Servers:
                 raise self.death
             member = self._homes.get(home)
             if (member is None or member.state is not State.LIVE) and self.live:
+                # The least busy: groups differ in length, so counting trees would not balance.
                 member = self._homes[home] = min(self.live, key=lambda one: one.load)
             if member is not None and member.state is State.LIVE:
                 return member
@@ -209,7 +200,7 @@ class Servers:
     async def _open_one(self, member: Member) -> None:
         try:
             async with asyncio.timeout(self._wait_s):
-                await self._raise_up(member, is_first=True)
+                await self._start(member)
         except TimeoutError as error:
             raise EngineError(
                 f"engine: {member.server} was not ready within {self._wait_s:g} s."
@@ -224,16 +215,21 @@ class Servers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        ours = [one.server.process for one in self.members if one.server.process is not None]
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
+
+        async def stop(member: Member) -> None:
+            if member.server.process is not None:
+                await asyncio.to_thread(member.server.process.stop)
+
+        await asyncio.gather(*map(stop, self.members))
 
     def lost(self, member: Member, fault: str) -> None:
-        """Leaves a server out until it is found well or is back."""
+        """Leaves a server out unless it is found well."""
         if member.state is not State.LIVE:
             return
+        # At once, so that requests which wait for a row move too.
         member.state = State.DOWN
         member.fault = fault
-        task = asyncio.get_running_loop().create_task(self._revive(member))
+        task = asyncio.get_running_loop().create_task(self._look_at(member))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -242,26 +238,13 @@ class Servers:
         member.fault = ""
         self._changed.set()
 
-    async def _revive(self, member: Member) -> None:
+    async def _look_at(self, member: Member) -> None:
         if await self._is_as_it_was(member):
             # A connection was lost, or one request failed; the others go on.
             self._go_live(member)
             return
-        _log.warning("%s: %s; its requests go to other servers", member.server, member.fault)
-        while member.num_restarts < MAX_RESTARTS:
-            member.num_restarts += 1
-            self.counts["restarts"] += 1
-            try:
-                async with asyncio.timeout(self._wait_s):
-                    await self._raise_up(member)
-            except (TimeoutError, Unreachable, EngineError, *_UNREADABLE) as error:
-                member.fault = str(error) or "it was not ready in time"
-                _log.warning("%s: %s%s", member.server, member.fault, _log_of(member))
-                continue
-            _log.warning("%s is back, with the weights that are due", member.server)
-            return
         member.state = State.LEFT_OUT
-        _log.warning("%s is left out: %s", member.server, member.fault)
+        _log.warning("%s is left out: %s.%s", member.server, member.fault, _log_of(member))
         self._changed.set()
 
     async def _is_as_it_was(self, member: Member) -> bool:
@@ -272,20 +255,16 @@ class Servers:
             return await server.version() == self.due.label and await server.is_healthy()
         return False
 
-    async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
+    async def _start(self, member: Member) -> None:
         """Starts the server if it is ours, waits until it answers, and gives it the due weights."""
         server = member.server
         process = server.process
         if process is not None:
-            # Also one that says that it is well: a server that hangs does.
-            member.sleeps = False
-            await asyncio.to_thread(process.stop)
             process.start()
         while not await server.is_healthy():
             if process is not None and process.exit_status is not None:
                 raise Unreachable(f"{server} ended with status {process.exit_status}")
-            if process is None and is_first:
-                # Nobody said that it is still to come.
+            if process is None:
                 raise EngineError(
                     f"engine.vllm.servers: {server} does not answer; expected a vLLM server there."
                     " Start it, or correct the address.",
@@ -293,55 +272,46 @@ class Servers:
                 )
             await asyncio.sleep(1.0)
         member.identity = await check_identity(server, self._expected)
-        async with self._loading:
-            await self._give(member)
-            self._go_live(member)
-
-    def _faults(self) -> str:
-        return "; ".join(f"{one.server}: {one.fault}" for one in self.members)
+        await self._give(member)
+        self._go_live(member)
 
     # ------------------------------------------------------------------ weights
 
     async def rest(self) -> None:
-        """Has servers leave their GPUs until they are given weights; no request may be under
+        """Has servers leave their GPUs until the next publish; no request may be under
         way."""
 
         async def each(member: Member) -> None:
+            if member.sleeps:
+                return
             try:
                 await member.server.set_version(_LOADING)
-                # Level 2 keeps no copy of the weights, which the next publish brings.
+                # Level 2 saves no copy of the weights, which the next publish brings.
                 await member.server.post("/sleep?level=2&mode=wait", timeout_s=self._wait_s)
                 member.sleeps = True
             except (Unreachable, EngineError) as fault:
                 _log.warning("%s stays on its GPU while the run learns: %s", member.server, fault)
 
-        await asyncio.gather(*(each(one) for one in self.live if not one.sleeps))
+        await asyncio.gather(*map(each, self.live))
 
     async def publish(self, due: Due) -> None:
         """Gives every live server new weights. No request may be under way.
 
         Raises:
-            EngineError: no server took them within `READY_S`.
+            EngineError: no server took them.
         """
-        async with self._loading:
-            self.due = due
-            self._homes.clear()
-            members = self.live
-            faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
+        self.due = due
+        # Caches are empty after a publish, so trees may be spread anew.
+        self._homes.clear()
+        members = self.live
+        faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
         for member, fault in zip(members, faults, strict=True):
             if isinstance(fault, (Unreachable, EngineError, *_UNREADABLE)):
                 self.lost(member, str(fault))
             elif fault is not None:
                 raise fault
-        try:
-            async with asyncio.timeout(self._wait_s):
-                # If all of them failed: one that is started anew.
-                await self._member_for(None)
-        except TimeoutError as error:
-            raise EngineError(
-                f"engine: no server took the weights within {self._wait_s:g} s: {self._faults()}",
-                code="publish-refused",
-            ) from error
+        # Raises if all of them failed.
+        await self._member_for(None)
 
     async def _give(self, member: Member) -> None:
         """Gives a server the weights that are due."""
