@@ -251,7 +251,7 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "part"),
     [
-        ({"model": {"tiny": {"num_heads": 4, "num_kv_heads": 3}}}, "model.tiny.num_heads"),
+        ({"model": {"tiny": {"num_heads": 3, "hidden_size": 120}}}, "model.tiny.num_heads"),
         ({"model": {"tiny": {"hidden_size": 100, "num_heads": 8}}}, "model.tiny.num_heads"),
         ({"reward": {"funcs": ["f1", "math"], "weights": [1.0]}}, "reward.weights"),
         ({"reward": {"funcs": []}}, "reward.funcs"),

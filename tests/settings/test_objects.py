@@ -465,7 +465,7 @@ def test_a_model_and_its_tokenizer_are_copied(tmp_path: Path) -> None:
 
     words = sorted({word for row in ROWS for text in row.values() for word in text.split()})
     tokenizer = build_word_tokenizer(words)
-    shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+    shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2)
     model = build_tiny_model(
         shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, 0
     )

@@ -19,7 +19,7 @@ _OF_EXTRA: Final = {
     "sandbox": "pydantic_monty sympy",
     "search": "bm25s faiss sentence_transformers",
     "teacher": "openai",
-    "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk tensorboard wandb",
+    "trackers": "tensorboard wandb",
     "web": "protego pypdf trafilatura",
 }
 OPTIONAL: Final[Mapping[str, tuple[str, str]]] = {

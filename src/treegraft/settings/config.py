@@ -120,10 +120,6 @@ class EvalSettings(Settings):
     negative ones; in greedy trajectories too. 1 for none."""
     max_completion_tokens: int | None = setting(None, ge=1, follows=True)
     """As in [rollout]; None takes its value."""
-    max_agent_steps: int | None = setting(None, ge=1, follows=True)
-    """As in [rollout]; None takes its value."""
-    max_tool_calls: int | None = setting(None, ge=0, follows=True)
-    """As in [rollout]; None takes its value."""
 
 
 class CheckpointSettings(Settings):
@@ -145,10 +141,6 @@ class TrackSettings(Settings):
     )
     """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
     all."""
-    spans: str | None = setting(None, acts="sends", resumable=True, ignored_by_eval=True)
-    """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
-    spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for
-    none."""
 
 
 class Config(Settings):

@@ -82,12 +82,13 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
             "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
             " model, or take 'tags'.",
         )
-    if tiny.num_heads % tiny.num_kv_heads or tiny.hidden_size % (2 * tiny.num_heads):
+    is_pair = tiny.num_heads == 1 or tiny.num_heads % 2 == 0
+    if not is_pair or tiny.hidden_size % (2 * tiny.num_heads):
         yield Contradiction(
-            ("model.tiny.num_heads", "model.tiny.num_kv_heads", "model.tiny.hidden_size"),
-            f"model.tiny.num_heads: got {tiny.num_heads}, expected a multiple of num_kv_heads ="
-            f" {tiny.num_kv_heads}, and twice that a divisor of hidden_size = {tiny.hidden_size}:"
-            " heads share the width, and rotary positions need an even width each.",
+            ("model.tiny.num_heads", "model.tiny.hidden_size"),
+            f"model.tiny.num_heads: got {tiny.num_heads}, expected 1 or an even number, and twice"
+            f" that a divisor of hidden_size = {tiny.hidden_size}: heads share the width, and"
+            " rotary positions need an even width each.",
         )
 
 

@@ -288,8 +288,5 @@ class BufferSettings(Settings):
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
-    num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
-    """Nearest steps that are tried in the trajectory's environment, one after another; the first
-    whose results come true there is attached."""
     grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))
     """A buffer that learns from the agent's own best trajectories."""

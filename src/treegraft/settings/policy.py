@@ -92,8 +92,6 @@ class TinySettings(Settings):
     """Decoder layers."""
     num_heads: int = setting(4, ge=1)
     """Attention heads, each hidden_size / num_heads wide."""
-    num_kv_heads: int = setting(2, ge=1)
-    """Key-value heads; divides num_heads."""
     intermediate_size: int = setting(512, ge=8, le=4096)
     """Width of the feed-forward part."""
     max_context: int = setting(256, ge=16)
@@ -360,8 +358,6 @@ class WarmupSettings(Settings):
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
-    weight_decay: float | None = setting(None, ge=0, follows=True)
-    """As in [learn]; None takes its value."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
     quarter of num_steps, and a tenth of num_steps for a language model."""

@@ -63,9 +63,6 @@ class EnvironmentSettings(Settings):
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for making and resetting, copying, or asking for the reward, in seconds; calls
     have tools.deadline_s."""
-    success_reward: float = 1.0
-    """Environment reward from which the trajectory of a task without a reference counts as
-    correct."""
 
     def capability_without_fork(self, reason: str) -> Capability:
         """Returns the capability of environments that cannot be copied; "none" unless declared.

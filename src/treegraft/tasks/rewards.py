@@ -35,6 +35,9 @@ BAD_FORMAT = -1.0
 """The hierarchical reward of a trajectory without a well-formed answer."""
 BOTH_TOOLS_BONUS = 0.1
 """r_M of ARPO, eq. 8."""
+SUCCESS_REWARD = 1.0
+"""Environment reward from which a trajectory without a reference is correct; 1 is a solved task in
+TRL's and Gymnasium's worlds."""
 BONUS_TOOLS = frozenset({"search", "python"})
 
 WeightedReward = tuple[str, RewardFunc, float]
@@ -166,7 +169,6 @@ def build_scorer(
         rewards,
         written_text=written_text,
         deadline_s=config.reward.deadline_s,
-        success_reward=config.environment.success_reward,
     )
 
 
@@ -190,19 +192,15 @@ class RewardScorer:
         *,
         written_text: WrittenText,
         deadline_s: float = 60.0,
-        success_reward: float = 1.0,
     ) -> None:
         """Args:
         written_text: from one step's sampled tokens to their text, `Format.written_text`.
-        success_reward: environment reward from which a trajectory without a reference counts as
-            correct.
         """
         self._functions = tuple(functions)
         own = [function for _, function, _ in functions]
         self._calls = [Called(function) for function in (*own, self._correctness)]
         self._written_text = written_text
         self._deadline_s = deadline_s
-        self._success_reward = success_reward
 
     async def __call__(self, tree: Tree) -> Tree:
         """Returns the tree with its leaves scored; failed leaves stay as they are."""
@@ -241,7 +239,7 @@ class RewardScorer:
                 answer = answer_of(path)
                 return answer is not None and scoring.is_correct(answer, path.task.reference)
             given = path.leaf.environment_reward
-            return None if given is None else given >= self._success_reward
+            return None if given is None else given >= SUCCESS_REWARD
 
         return [is_correct(path) for path in trajectories]
 

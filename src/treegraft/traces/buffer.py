@@ -239,8 +239,6 @@ class TraceBuffer:
         oldest policy's first, of these the least rewarded, of these the ones stored first. A step
         of several trajectories counts as the youngest and the best of them. Evicted traces stay in
         the file, marked, so that `roll_back` can restore them."""
-        if capacity < 0:
-            raise SettingError(f"capacity: got {capacity}, expected 0 or more", code="capacity-low")
         with self._writing:
             self._catch_up(self._table)
             rows = self._file.query(
@@ -304,9 +302,7 @@ class TraceBuffer:
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
-        if k < 1:
-            raise SettingError(f"search(k={k}): expected 1 or more traces", code="k-too-small")
-        tasks = _tasks(exclude_tasks, len(vectors))
+        tasks = exclude_tasks or [None] * len(vectors)
         # Taken once: another thread may put other rows in their place.
         table = self._table
         rows = table.rows
@@ -332,7 +328,7 @@ class TraceBuffer:
         Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
         `search`.
         """
-        tasks = _tasks(exclude_tasks, len(seeds))
+        tasks = exclude_tasks or [None] * len(seeds)
         table = self._table
         rows = table.rows
         masks = table.eligible(rows, allow_terminal, tasks)
@@ -522,13 +518,3 @@ def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
             code="vectors-invalid",
         )
     return vectors
-
-
-def _tasks(exclude_tasks: Sequence[Excluded] | None, num: int) -> Sequence[Excluded]:
-    tasks = exclude_tasks if exclude_tasks is not None else [None] * num
-    if len(tasks) != num:
-        raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one each, or None",
-            code="exclude-tasks-unequal",
-        )
-    return tasks

@@ -20,6 +20,10 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
 from treegraft.traces.rows import Excluded
 
+NUM_TRIES = 4
+"""Nearest steps that an environment tries; each costs a copy of it, and the first that comes true
+is attached."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -30,21 +34,6 @@ class Question:
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
-
-
-def question_of(
-    settings: BufferSettings,
-    task: Task,
-    contents: Sequence[StepContent],
-    *,
-    whole: bool,
-    noise_key: NoiseKey,
-) -> Question:
-    """Returns the question of a history: for the nearest trace, or as often as the recipe says for
-    a random one."""
-    is_random = keyed_unit(*noise_key, "noise rate") < settings.random_prob
-    draw = keyed_int(*noise_key, "random trace") if is_random else None
-    return Question(retrieval_key(task.question, contents), task.id, whole, draw)
 
 
 class BufferRetriever:
@@ -65,7 +54,7 @@ class BufferRetriever:
         self.buffer = buffer
         self._settings = settings
         self._is_tried = is_tried
-        self._num_nearest = settings.num_tries if is_tried else 1
+        self._num_nearest = NUM_TRIES if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         # With overlap the thread of retrievals counts while an update's counts are taken.
         self._counts: Counter[str] = Counter()
@@ -76,15 +65,12 @@ class BufferRetriever:
     ) -> Retrieved | None:
         """Returns the nearest eligible trace, or a random one as often as the recipe says; None
         where none is eligible."""
-        found = await self.ask(
-            question_of(self._settings, task, contents, whole=whole, noise_key=noise_key)
-        )
+        is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
+        draw = keyed_int(*noise_key, "random trace") if is_random else None
+        key = retrieval_key(task.question, contents)
+        found = await self._batcher.ask(Question(key, task.id, whole, draw))
         self.count({"asked": 1, "nothing": found is None})
         return found
-
-    async def ask(self, question: Question) -> Retrieved | None:
-        """Returns the answer to a question that may be another process's, and counts none."""
-        return await self._batcher.ask(question)
 
     def count(self, counts: Mapping[str, float]) -> None:
         """Adds what retrievals have cost, here or in another process: "asked", "nothing", "cut" and

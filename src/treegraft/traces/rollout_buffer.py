@@ -13,14 +13,14 @@ from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Literal, Protocol
+from typing import Literal
 
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.files import parse_json, write_atomically
-from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.interfaces import TaskSource
 from treegraft.core.sessions import SessionOpener
-from treegraft.core.spans import span
 from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
@@ -47,16 +47,6 @@ OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
-
-
-class TraceParts(Protocol):
-    """What writes and scores an expert's traces, of the parts of a run."""
-
-    format: Format
-    scorer: TreeScorer
-
-    @property
-    def environments(self) -> SessionOpener | None: ...
 
 
 def may_retrieve(config: Config) -> bool:
@@ -277,7 +267,7 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------ making and opening
 
-    async def build(self, parts: TraceParts) -> None:
+    async def build(self, parts: Parts) -> None:
         """Makes the copy of the expert's steps or of a .jsonl file, if that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
         if self._is_to_make:
@@ -286,7 +276,7 @@ class RolloutBuffer:
                 self._refuse_empty(buffer)
 
     @asynccontextmanager
-    async def opened(self, update: int, parts: TraceParts) -> AsyncIterator[None]:
+    async def opened(self, update: int, parts: Parts) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update` (0: at the beginning), built first where there
         is none yet.
 
@@ -311,7 +301,7 @@ class RolloutBuffer:
                 self.buffer = None
                 self.retriever.close()
 
-    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
+    async def _taken(self, update: int, parts: Parts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
@@ -325,7 +315,7 @@ class RolloutBuffer:
             buffer.roll_back(update)
         return buffer
 
-    async def _make(self, update: int, parts: TraceParts) -> None:
+    async def _make(self, update: int, parts: Parts) -> None:
         """Makes the copy, complete under its name or not there at all."""
         if self._saved is not None:
             with TraceBuffer(self._saved, self._encoder, is_frozen=True) as saved:
@@ -339,7 +329,7 @@ class RolloutBuffer:
                 await self._fill(made, parts)
                 made.copy_to(self._own)
 
-    async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
+    async def _fill(self, buffer: TraceBuffer, parts: Parts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
         seed = self._config.run.seed
@@ -387,9 +377,8 @@ class RolloutBuffer:
         found = own_traces(
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
-        with span("record"):
-            self.buffer.add([trace for traces in found for trace in traces], update=update)
-            self.buffer.evict(settings.capacity, source=OWN, update=update)
+        self.buffer.add([trace for traces in found for trace in traces], update=update)
+        self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:

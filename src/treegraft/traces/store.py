@@ -6,7 +6,6 @@ traces    one row per content; evicted ones stay, marked, so that a resumed run 
 members   the trajectories that a trace is a step of: equal steps of several trajectories are one
           trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
-prunings  of a pruned buffer: each trajectory's steps with their likelihoods, and the cut ones
 """
 
 from __future__ import annotations
@@ -58,13 +57,6 @@ CREATE TABLE members (
 CREATE INDEX by_trace ON members (trace);
 CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 """
-PRUNINGS = """
-CREATE TABLE IF NOT EXISTS prunings (
-    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, note TEXT NOT NULL,
-    PRIMARY KEY (source, task_id, trajectory)
-) WITHOUT ROWID
-"""
-"""Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
 IN_MEMORY = Path(":memory:")
@@ -228,21 +220,6 @@ class TraceFile:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
-    def add_prunings(self, notes: Mapping[Place, Mapping[str, Any]]) -> None:
-        """Notes what became of trajectories; a note that is there already is replaced."""
-        rows = [(*place, to_json(note)) for place, note in notes.items()]
-        with self.transaction() as connection:
-            connection.execute(PRUNINGS)
-            connection.executemany("INSERT OR REPLACE INTO prunings VALUES (?, ?, ?, ?)", rows)
-
-    def prunings(self) -> dict[Place, dict[str, Any]]:
-        """Returns the notes by trajectory; none for a buffer that was not pruned."""
-        with self._lock, self._translated_errors():
-            return {
-                (source, task_id, trajectory): json.loads(note)
-                for source, task_id, trajectory, note in pruning_rows(self._connection)
-            }
-
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
         """Returns the ids of the content hashes that are in the file and not evicted."""
         marks = ",".join("?" * len(hashes))
@@ -402,14 +379,6 @@ def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:
                 " not use this file",
                 code="buffer-schema-foreign",
             )
-
-
-def pruning_rows(connection: sqlite3.Connection, *place: str) -> Iterator[tuple[str, ...]]:
-    """Yields source, task, trajectory and note of the pruned trajectories, or of the one at this
-    place; none from a buffer that was not pruned."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'prunings'").fetchone():
-        where = " WHERE source = ? AND task_id = ? AND trajectory = ?" if place else ""
-        yield from map(tuple, connection.execute(f"SELECT * FROM prunings{where}", place))
 
 
 def to_json(value: object) -> str:
