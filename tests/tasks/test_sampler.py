@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.error_codes import raises_code
-from tests.support.tiny import tiny
+from tests.support.tiny import table_class, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
 from treegraft.extras.methods.dots import sampler as dots
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.config import table_class
 from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import Epochs, build_sampler, draw_tasks
 

@@ -88,7 +88,6 @@ def test_lengths_have_equal_shares_and_questions_differ() -> None:
     tasks = make_source(num_train=90).train_tasks()
     assert Counter(task.category for task in tasks) == {"1 hop": 30, "2 hops": 30, "3 hops": 30}
     assert len({task.question for task in tasks}) == len({task.id for task in tasks}) == 90
-    assert {task.columns["hops"] for task in make_source().warmup_tasks(6, 0, hops=[4])} == {4}
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:

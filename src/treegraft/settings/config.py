@@ -217,13 +217,6 @@ else:
             globals()[_found.table.__name__] = _found.table
 
 
-def table_class(name: str) -> type[Settings]:
-    """Returns the class of the table of this dotted name, with the settings of extensions."""
-    table = tables_and_settings()[name].table
-    assert table is not None, name
-    return table
-
-
 Fact = Literal["resumable", "ignored_by_eval", "same_answers", "retrieval_source", "only_for"]
 
 

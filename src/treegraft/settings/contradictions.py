@@ -15,7 +15,6 @@ from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_
 from treegraft.settings.plain import shown
 from treegraft.settings.recipe import flatten
 from treegraft.settings.table import Contradiction, value_of
-from treegraft.settings.tools import how_stateless
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
@@ -382,7 +381,8 @@ def _branches_contradicted(
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
             " tool stateless, or make it a method of an [environment]."
-            + how_stateless(config.tools),
+            " Tools of an MCP server that keep nothing between calls are declared by"
+            ' capability = "stateless" in its entry of tools.mcp.',
         )
 
 

@@ -90,16 +90,3 @@ class EnvironmentSettings(Settings):
                 f" {', '.join(table.model_fields)}.",
                 code="environment-options-invalid",
             ) from error
-
-
-def how_stateless(tools: ToolsSettings) -> str:
-    """Returns how a server's tools are declared stateless, "" where the recipe names no server."""
-    # A setting of an extension, which may be missing.
-    servers = getattr(tools, "mcp", ())
-    names = [server.name for server in servers if server.capability != "stateless"]
-    if not names:
-        return ""
-    return (
-        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
-        ' capability = "stateless" in its entry of tools.mcp.'
-    )

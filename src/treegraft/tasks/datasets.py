@@ -28,7 +28,6 @@ from treegraft.tasks.fields import (
     is_nested,
     last_question,
     nested_columns,
-    places_within,
     read_messages,
 )
 from treegraft.tasks.open import OpenTasks
@@ -225,11 +224,6 @@ class _Scan:
 
 
 _NESTED = "with a list or an object where a text is expected"
-_EXPECTED = {
-    "question_column": 'a text, or chat messages such as [{"role": "user", "content": "..."}]',
-    "reference_column": "a text, a number, or a list of those",
-    "category_column": "a text or a number",
-}
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
@@ -316,18 +310,16 @@ def _likely(setting: str, column: str, defects: _FileDefects) -> str:
 
 def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
     """Raises DataError for a row with a list or an object where a text is expected."""
-    for setting, expected in _EXPECTED.items():
+    for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
         found = find_value(row, [column]) if column else None
-        value = found[1] if found is not None else None
-        if setting == "question_column" and are_messages(value):
-            continue
+        value = None if found is None or are_messages(found[1]) else found[1]
         if is_nested(value, may_be_list=setting == "reference_column"):
             raise DataError(
-                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
-                f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
-                f" expected {expected}. Name the place of a text within it:"
-                f" {', '.join(places_within(value, column)) or 'it holds none'}",
+                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds {value!r:.200};"
+                " expected a text, a number, a list of accepted answers, or chat messages of a"
+                f" question. Name the place of one within it, such as '{column}.0' of a list or"
+                f" '{column}.name' of an object.",
                 code="column-no-text",
             )
 

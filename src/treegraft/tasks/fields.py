@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from treegraft.core.errors import nearest
@@ -101,15 +100,6 @@ def is_nested(value: Any, *, may_be_list: bool = False) -> bool:
     if may_be_list and isinstance(value, (list, tuple)):
         return any(map(is_nested, value))
     return isinstance(value, (Mapping, list, tuple))
-
-
-def places_within(value: Any, column: str) -> list[str]:
-    """Returns the paths of the texts and numbers within a list or an object, at most 8."""
-    if not is_nested(value):
-        return [column]
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    found = (path for key, one in pairs for path in places_within(one, f"{column}.{key}"))
-    return list(islice(found, 8))
 
 
 def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:

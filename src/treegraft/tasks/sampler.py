@@ -37,9 +37,10 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         seed=seed,
         **settings.options,
     )
-    checked = OwnSampler(sampler, settings.kind, tasks)
+    checked: Any = OwnSampler(sampler, settings.kind, tasks)
     _ = checked.state  # refused now, not after the first update
-    return checked
+    own: TaskSampler = checked
+    return own
 
 
 # --- in turn --------------------------------------------------------------------------------------

@@ -201,16 +201,10 @@ class SearchWorld:
                     return found
         return None
 
-    def warmup_tasks(
-        self, num: int, seed: int, hops: Sequence[int] | None = None
-    ) -> Sequence[Task]:
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns questions that each have a world of their own, none of them a training or
-        held-out world.
-
-        Args:
-            hops: lengths in equal shares; None takes those of the settings.
-        """
-        return self._tasks("warmup", num, lambda n: self._world(seed, "warmup", n), hops)
+        held-out world."""
+        return self._tasks("warmup", num, lambda n: self._world(seed, "warmup", n))
 
     def vocabulary(self) -> Sequence[str]:
         """Returns every word of questions, results, errors and answers; none where they are
@@ -236,18 +230,14 @@ class SearchWorld:
     def _eval(self) -> tuple[Task, ...]:
         return self._tasks("eval", self._num_eval, lambda n: self._world(0, "eval", n))
 
-    def _tasks(
-        self,
-        purpose: str,
-        num: int,
-        world_of: Callable[[int], World],
-        hops: Sequence[int] | None = None,
-    ) -> tuple[Task, ...]:
-        lengths = tuple(hops or self._settings.hops)
+    def _tasks(self, purpose: str, num: int, world_of: Callable[[int], World]) -> tuple[Task, ...]:
+        lengths = self._settings.hops
         seen: set[tuple[int, str]] = set()
-        return tuple(
-            self._task(purpose, n, world_of(n), lengths[n % len(lengths)], seen) for n in range(num)
-        )
+        tasks: list[Task] = []
+        for number in range(num):
+            hops = lengths[number % len(lengths)]
+            tasks.append(self._task(purpose, number, world_of(number), hops, seen))
+        return tuple(tasks)
 
     def _world(self, seed: int, purpose: str, number: int = 0) -> World:
         # Under 2^53, so that the number survives any JSON reader.

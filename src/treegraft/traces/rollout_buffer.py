@@ -84,7 +84,7 @@ def buffer_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    used = _noted(path / "buffer.json", "path")
+    used = _noted(path / "buffer.json")
     places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -96,12 +96,12 @@ def buffer_file(path: Path) -> Path:
     return found
 
 
-def _noted(record: Path, name: str) -> str:
-    """What a run's note about its buffer says; empty without a note."""
+def _noted(record: Path) -> str:
+    """The path in a run's note about its buffer; empty without a note."""
     if not record.is_file():
         return ""
     try:
-        return str(dict(parse_json(record.read_bytes()))[name])
+        return str(dict(parse_json(record.read_bytes()))["path"])
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
