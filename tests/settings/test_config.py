@@ -283,10 +283,6 @@ def test_missing_files(tmp_path: Path) -> None:
             "explore.graft.num_hybrid: got 5",
         ),
         ({"explore": {"explorers": ["graft"]}}, "buffer.path: got none"),
-        (
-            {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "encoder": "hasing"}},
-            "Did you mean 'hashing'?",
-        ),
         ({"explore": {"explorers": ["independent", "entropy"]}}, 'one of "entropy" alone'),
         (
             {"explore": {"explorers": ["graft", "tree_search"]}, "buffer": {"path": "b"}},

@@ -23,9 +23,10 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import Demonstrations
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.settings.tools import EnvironmentSettings
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
+from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train
 
@@ -209,7 +210,6 @@ class Mute(Alone):
 @pytest.mark.parametrize(
     ("made", "code"),
     [
-        (Broken, "tools-same-name"),
         (Bare, "parameter-without-annotation"),
         (Mute, "tool-without-docstring"),
     ],
@@ -218,6 +218,8 @@ def test_what_makes_no_tools_is_named_with_its_class(made: type, code: str) -> N
     with raises_code(code):
         kind_of(made)
     assert [tool.name for tool in kind_of(Alone).tools] == ["move_to"]
+    with raises_code("tools-same-name"):
+        Toolbox(kind_of(Broken).tools, ToolsSettings())
 
 
 def test_a_reset_that_asks_for_another_column_says_which() -> None:

@@ -113,18 +113,13 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
             f"{place}, raised {describe(error)}. Correct expert().", code="expert-raised"
         ) from error
     for step in steps or ():
-        if not isinstance(step, StepContent):
-            raise DataError(
-                f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
-                " such as StepContent(calls=(ToolCall('search', 'e9 r5'),)).",
-                code="expert-step-invalid",
-            )
-        calls: Sequence[Any] = step.calls
+        calls: Sequence[Any] = step.calls if isinstance(step, StepContent) else [step]
         for call in calls:
             if not isinstance(call, ToolCall) or not isinstance(call.body, str):
                 raise DataError(
-                    f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
-                    " where several arguments are the text of a JSON object.",
-                    code="expert-call-invalid",
+                    f"{place}, returned {call!r:.200}; expected steps such as"
+                    " StepContent(calls=(ToolCall('search', 'e9 r5'),)), in which several arguments"
+                    " are the text of a JSON object.",
+                    code="expert-step-invalid",
                 )
     return steps

@@ -658,8 +658,13 @@ it; `Step.credit_factors` multiply it token by token. Failed leaves keep None.
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each update; made once for a run, with the path of its folder. It may
-    have the methods of `TrackerMore` too. Its errors never end the run."""
+    """Takes the metrics of each update; made once for a run, with the path of its folder. Its
+    errors never end the run.
+
+    It may have more: `place`, a text that says where its records are; `sample(update, trees)` for
+    the trees of an update after learning, before its metrics; `warn(update, name, text)` for a
+    warning that begins; `finish(latest)` with the latest value of every metric, once the run has
+    done all its work."""
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
         """Update 0 is the state before the first. Warnings that stand are metrics
@@ -667,22 +672,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Ends the tracker's work. The process goes on, and a later run may resume its record."""
-
-
-class TrackerMore(Protocol):
-    """Optional methods of a tracker, each independent of the others."""
-
-    place: str
-    """Where its records are found, shown when the run starts."""
-
-    def sample(self, update: int, trees: Sequence[Tree]) -> None:
-        """The trees of an update after learning, before its metrics."""
-
-    def warn(self, update: int, name: str, text: str) -> None:
-        """A warning begins with this update; `text` has several lines."""
-
-    def finish(self, latest: Mapping[str, float]) -> None:
-        """The run has done all its work; the latest value of every metric."""
 
 
 class TreeScorer(Protocol):

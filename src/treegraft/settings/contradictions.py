@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from treegraft.core.addresses import public
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.registry import extensions, registered
@@ -192,19 +192,8 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _buffer_wrong(config)
 
 
-def _encoder_wrong(encoder: str) -> Iterator[Contradiction]:
-    # A folder or hub id has one of these signs; a plain word is a misspelt name.
-    if encoder not in ("hashing", "minilm") and not any(sign in encoder for sign in "/:~."):
-        yield Contradiction(
-            ("buffer.encoder",),
-            f'buffer.encoder: got \'{encoder}\', expected "minilm", "hashing", a folder, a hub id,'
-            f' or "pypi:PACKAGE".{nearest(encoder, ("hashing", "minilm"))}',
-        )
-
-
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
-    yield from _encoder_wrong(settings.encoder)
     if settings.path == "self":
         empty = 'buffer.path = "self" begins empty'
         if not settings.grow.num_best:

@@ -136,9 +136,9 @@ def _no_effect(name: str, reason: str) -> str:
     return f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
 
 
-def _refuse(overrides: Sequence[str], ignored: Sequence[str], reason: str) -> None:
+def _refuse(overrides: Sequence[str], ignored: tuple[str, ...], reason: str) -> None:
     for name in _apply({}, overrides):
-        if name.startswith(tuple(ignored)):
+        if name.startswith(ignored):
             raise SettingError(_no_effect(name, reason), code="override-idle")
 
 
@@ -153,7 +153,7 @@ def refuse_foreign(overrides: Sequence[str], command: str) -> None:
     for name in settings_with("only_for"):
         owner = tables_and_settings()[name.rstrip(".")].facts.only_for
         if owner != command:
-            _refuse(overrides, [name], f"only `treegraft {owner}` takes notice of it")
+            _refuse(overrides, (name,), f"only `treegraft {owner}` takes notice of it")
 
 
 def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:

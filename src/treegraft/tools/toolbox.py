@@ -114,7 +114,8 @@ class Toolbox:
             if tool.name in self._entries:
                 raise SettingError(
                     f"two tools are named '{tool.name}'; a name is the agent's tag and must be"
-                    " unique.",
+                    " unique. Leave one out, or rename one; of an environment's methods, a subclass"
+                    " sets one to None.",
                     code="tools-same-name",
                 )
             self._entries[tool.name] = _Entry(tool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -108,18 +108,11 @@ class ClassEnvironments:
                 f" {', '.join(sorted(NO_TOOLS))}, so no tools.",
                 code="environment-without-tools",
             )
-        if len(self.methods) < len(methods):
-            all_names = [one.tool.name for one in methods]
-            twice = next(one for one in all_names if all_names.count(one) > 1)
-            raise SettingError(
-                f"environment.kind: two methods of '{name}' give a tool named '{twice}'; rename one"
-                " in a subclass, and set the other there to None.",
-                code="tools-same-name",
-            )
-        self.tools: Sequence[Tool] = [
-            EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
-            for tool in (one.tool for one in methods)
-        ]
+        # One for each method: of two whose tools have one name, the toolbox refuses the second.
+        self.tools: list[Tool] = []
+        for one in methods:
+            shown = (one.tool.name, one.tool.description)
+            self.tools.append(EnvironmentTool(*shown, self.capability, one.tool.signature))
         # Before the run: no object is made until the first trajectory.
         try:
             inspect.signature(self.made).bind(**settings.options)
