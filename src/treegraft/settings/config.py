@@ -59,8 +59,12 @@ class RunSettings(Settings):
 
     def spent(self, done: tuple[int, int]) -> dict[str, float]:
         """Returns the share of each limit of (calls, tokens) that is set, by its name."""
-        limits = {"max_calls": self.max_calls, "max_tokens": self.max_tokens}
-        return {key: num / own for num, (key, own) in zip(done, limits.items(), strict=True) if own}
+        shares: dict[str, float] = {}
+        if self.max_calls:
+            shares["max_calls"] = done[0] / self.max_calls
+        if self.max_tokens:
+            shares["max_tokens"] = done[1] / self.max_tokens
+        return shares
 
 
 class RolloutSettings(Settings):
@@ -235,8 +239,8 @@ def known_settings() -> Mapping[str, Setting]:
 @functools.cache
 def settings_with(*facts: Fact) -> tuple[str, ...]:
     """Returns the dotted names of the settings with one of these facts; tables end with a dot."""
-    return tuple(
-        name if found.table is None else f"{name}."
-        for name, found in tables_and_settings().items()
-        if any(getattr(found.facts, fact) for fact in facts)
-    )
+    names: list[str] = []
+    for name, found in tables_and_settings().items():
+        if any(getattr(found.facts, fact) for fact in facts):
+            names.append(name if found.table is None else f"{name}.")
+    return tuple(names)

@@ -28,9 +28,9 @@ def _names_wrong(config: Config) -> Iterator[Contradiction]:
             value = value_of(config, dotted)
             names = [value] if isinstance(value, str) else list(value)
             # A default such as "" or None is no name.
-            own = [name for name in names if name != setting.field.default]
-            for text in filter(None, (unknown_name(name, known, dotted) for name in own)):
-                yield Contradiction((dotted,), text)
+            for name in names:
+                if name != setting.field.default and (text := unknown_name(name, known, dotted)):
+                    yield Contradiction((dotted,), text)
             if len(set(names)) < len(names):
                 text = f"{dotted}: got {names}, expected each name once."
                 yield Contradiction((dotted,), text)
@@ -274,8 +274,13 @@ def contradictions(config: Config) -> list[Contradiction]:
         _secrets_wrong,
         _replay_wrong,
     )
-    others = (check for entry in extensions().entries for check in entry.brings.get("checks", ()))
-    return [fault for check in (*checks, *others) for fault in check(config)]
+    found: list[Contradiction] = []
+    for check in checks:
+        found += check(config)
+    for entry in extensions().entries:
+        for other in entry.brings.get("checks", ()):
+            found += other(config)
+    return found
 
 
 # --- what settings and the parts made from them contradict ----------------------------------------
@@ -311,8 +316,10 @@ def check_context(config: Config, limit: int) -> list[Contradiction]:
 
 def refuse(found: Sequence[Contradiction]) -> None:
     """Raises SettingError with all contradictions, where there is any."""
+    names: list[str] = []
+    for one in found:
+        names += one.settings
     if found:
-        names = [name for one in found for name in one.settings]
         raise SettingError(
             "\n".join(one.text for one in found), settings=names, code="settings-contradict"
         )
@@ -362,8 +369,11 @@ def _branches_contradicted(
             " or as environment.capability, or use explorers that do not branch.",
         )
     # A tool has one state for all trajectories, so there is nothing that a branch could copy.
-    others = (tool for tool in tools if tool.name not in own)
-    if stateful := [one.name for one in others if one.capability is not Capability.STATELESS]:
+    stateful: list[str] = []
+    for tool in tools:
+        if tool.name not in own and tool.capability is not Capability.STATELESS:
+            stateful.append(tool.name)
+    if stateful:
         yield Contradiction(
             ("explore.explorers", "tools.use"),
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"

@@ -49,9 +49,13 @@ def explorer_kinds(names: Sequence[str]) -> dict[str, ExplorerKind]:
 @functools.cache
 def _kinds(names: tuple[str, ...]) -> dict[str, ExplorerKind]:
     # Once for each list of names: settings, checks and every part of a run go by these facts.
-    others = {name: entry.value for name, entry in registered("explorer").items()}
-    known = {**CORE_EXPLORERS, **others}
-    return {name: known[name] for name in names if name in known}
+    found: dict[str, ExplorerKind] = {}
+    for name in names:
+        if name in CORE_EXPLORERS:
+            found[name] = CORE_EXPLORERS[name]
+        elif entry := registered("explorer").get(name):
+            found[name] = entry.value
+    return found
 
 
 def chosen_kinds(config: Settings) -> dict[str, ExplorerKind]:
@@ -72,7 +76,10 @@ def retrieving(explorers: Sequence[str]) -> list[str]:
 def idle_told(config: Settings) -> dict[str, Callable[[Settings], str]]:
     """Returns, for settings that a chosen explorer uses in a way of its own, why they have no
     effect, a function as in `Facts.idle_unless`."""
-    return {name: why for kind in chosen_kinds(config).values() for name, why in kind.idle.items()}
+    told: dict[str, Callable[[Settings], str]] = {}
+    for kind in chosen_kinds(config).values():
+        told |= kind.idle
+    return told
 
 
 def defaults_told(config: Settings) -> dict[str, Any]:

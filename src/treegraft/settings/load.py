@@ -90,11 +90,11 @@ def _set_by(name: str, value: Any) -> Iterator[str]:
 
 def _whole_name(name: str) -> str:
     """Returns the dotted name: the last part alone will do where only one setting has it."""
-    same = [
-        known
-        for known, found in known_settings().items()
-        if known.rpartition(".")[2] == name and not found.facts.follows
-    ]
+    same: list[str] = []
+    for known, found in known_settings().items():
+        # A setting that follows another of its name is not meant: the other one is.
+        if known.rpartition(".")[2] == name and not found.facts.follows:
+            same.append(known)
     if len(same) != 1 or name in tables_and_settings():
         return name
     # TRL's `top_p` is about training, ours about evaluation: refused as unknown, with the reason.
@@ -214,7 +214,9 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     # nothing.
     if get_origin(tables_and_settings()[name].field.annotation) not in (list, tuple, dict):
         inner = []
-    items = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in inner)
+    items = ""
+    for part in inner:
+        items += f"[{part}]" if part.isdigit() else f".{part}"
     expected = re.sub("^(Input should be|Value error,|List should have) ", "", found["msg"])
     for theirs, ours in (
         ("Field required", "one more entry"),
@@ -303,13 +305,11 @@ def _defaults() -> Config:
 def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]) -> Config:
     """Returns `config`, made of `data`, with the defaults that follow other settings."""
     told = defaults_told(config)
-    following = [
-        name
-        for name, known in known_settings().items()
-        if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT
-    ]
-    for name in following:
-        _put(data, name, default_of(config, name))
+    following: list[str] = []
+    for name, known in known_settings().items():
+        if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT:
+            following.append(name)
+            _put(data, name, default_of(config, name))
     config = _validate(data, where)
     for name in following:
         table, _, last = name.rpartition(".")
@@ -401,7 +401,9 @@ def load_config(
 
     config = _validate(data, where)
     config = _filled_in(data, config, where)
-    idle = [_no_effect(name, why) for name in names for why in _why_idle(name, config, used)]
+    idle: list[str] = []
+    for name in names:
+        idle += [_no_effect(name, why) for why in _why_idle(name, config, used)]
     found = contradictions(config)
     if idle and not found:
         raise SettingError("\n".join(idle), code="override-idle")
@@ -443,8 +445,13 @@ def config_json(config: Config) -> str:
 
 def differences(own: Config, other: Config) -> list[str]:
     """Returns a phrase for each setting that differs: "learn.lr was 0.1, now 0.2"."""
-    pairs = ((name, value_of(own, name), value_of(other, name)) for name in known_settings())
-    return [f"{name} was {shown(was)}, now {shown(now)}" for name, was, now in pairs if was != now]
+    found: list[str] = []
+    for name in known_settings():
+        was = value_of(own, name)
+        now = value_of(other, name)
+        if was != now:
+            found.append(f"{name} was {shown(was)}, now {shown(now)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,12 @@ def answers() -> tuple[Answer, ...]:
 
 def answers_of(text: str) -> tuple[Answer, ...]:
     """Returns the answers of a file such as names.toml, in its order."""
-    entries = tomllib.loads(text)["answer"]
-    return tuple(
-        Answer(
-            tuple(entry.get("here", ())),
-            entry.get("note", ""),
-            entry.get("values", {}),
-            tuple(entry.get("trl", ())),
-            tuple(entry.get("verl", ())),
-        )
-        for entry in entries
-    )
+    found: list[Answer] = []
+    for entry in tomllib.loads(text)["answer"]:
+        # Hashable: caches and tests compare answers.
+        lists = {key: tuple(entry[key]) for key in ("here", "trl", "verl") if key in entry}
+        found.append(Answer(**(entry | lists)))
+    return tuple(found)
 
 
 @functools.cache

@@ -197,12 +197,11 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
         raise SettingError(
             f"{argument}: got no rows; expected at least one question.", code="no-rows"
         )
-    bad = next((one for one in rows if not isinstance(one, Mapping)), None)
-    if bad is not None:
-        raise _wrong(
-            f"{argument}: a row", bad, 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
-        )
-    return given.add(argument, value, [_plain(one) for one in rows], stem=stem), len(rows)
+    for one in rows:
+        if not isinstance(one, Mapping):
+            expected = 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
+            raise _wrong(f"{argument}: a row", one, expected)
+    return given.add(argument, value, list(map(_plain, rows)), stem=stem), len(rows)
 
 
 def _plain(value: Any) -> Any:
@@ -224,8 +223,13 @@ def _tools(value: Any, given: GivenObjects) -> dict[str, Any]:
     found = [value] if isinstance(value, str | Mapping) or callable(value) else value
     if not isinstance(found, Sequence):
         raise _wrong("tools", value, "a list of functions, names, and MCP servers as dicts")
-    servers = [dict(one) for one in found if isinstance(one, Mapping)]
-    names = [_callable("tools", one, given) for one in found if not isinstance(one, Mapping)]
+    servers: list[dict[str, Any]] = []
+    names: list[str] = []
+    for one in found:
+        if isinstance(one, Mapping):
+            servers.append(dict(one))
+        else:
+            names.append(_callable("tools", one, given))
     return ({"tools.use": names} if names else {}) | ({"tools.mcp": servers} if servers else {})
 
 

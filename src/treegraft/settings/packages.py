@@ -29,5 +29,8 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
 def missing_packages(config: Config) -> dict[str, str]:
     """Returns, for each thing that a recipe asks for and that lacks a package, the sentence that
     says so."""
-    asked = {what: lacking(what, *names.split()) for is_on, what, names in _wanted(config) if is_on}
-    return {what: text for what, text in asked.items() if text}
+    missing: dict[str, str] = {}
+    for is_on, what, names in _wanted(config):
+        if is_on and (text := lacking(what, *names.split())):
+            missing[what] = text
+    return missing

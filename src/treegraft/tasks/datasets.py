@@ -78,21 +78,22 @@ class DatasetSource(OpenTasks):
         """Returns the words of the rows, for the tiny model: of questions, references and columns
         of text. Reads the files; raises as `train_tasks` does."""
         tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
-        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
-        texts = (value for row in rows for value in row if isinstance(value, str))
-        return sorted({word for text in texts for word in text.split()})
+        words: set[str] = set()
+        for task in tasks:
+            for value in (task.question, *task.reference, *task.columns.values()):
+                if isinstance(value, str):
+                    words.update(value.split())
+        return sorted(words)
 
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
         does."""
         scans = [self._training] if self._settings.train else []
         scans += [self._eval] if self._settings.eval else []
-        sentences = [
-            sentence
-            for scan in scans
-            for spec, defects in scan.defects.items()
-            for sentence in defects.summary(spec)
-        ]
+        sentences: list[str] = []
+        for scan in scans:
+            for spec, defects in scan.defects.items():
+                sentences += defects.summary(spec)
         if self._settings.train and self._has_too_few:
             num_train, num_eval = map(len, self._train)
             sentences.append(
@@ -233,13 +234,17 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
     """Returns the row as a task; None, after counting the defect, where it cannot be used."""
     wanted = (settings.question_column, settings.reference_column, settings.category_column)
     # A column that the settings leave empty counts as found, without a value.
-    found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
-    if None in found:
-        defects.add(_NO_COLUMN, row.number)
-        defects.lacking = defects.lacking or row.values
-        defects.columns |= {column for column, _ in nested_columns(row.values)}
-        return None
-    question, reference, category = (pair[1] for pair in found if pair is not None)
+    cells: list[Any] = []
+    for column in wanted:
+        found = find_value(row.values, [column]) if column else ("", None)
+        if found is None:
+            defects.add(_NO_COLUMN, row.number)
+            # Kept for the error about a column that no row has, which says what there is instead.
+            defects.lacking = defects.lacking or row.values
+            defects.columns |= dict(nested_columns(row.values)).keys()
+            return None
+        cells.append(found[1])
+    question, reference, category = cells
     messages: tuple[dict[str, Any], ...] = ()
     if are_messages(question):
         try:

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,11 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
 def words_in(spec: str) -> list[str]:
     """Returns the words of all texts in the rows, sorted; a tag parts words as a blank does. Raises
     as `read_rows`."""
-    rows = (row.values for row in read_rows(spec, "train") if isinstance(row, Row))
-    texts = (text for values in rows for text in _texts(values))
-    return sorted({word for text in texts for word in re.sub(TAGS, " ", text).split()})
+    words: set[str] = set()
+    for row in read_rows(spec, "train"):
+        for text in _texts(row.values) if isinstance(row, Row) else ():
+            words.update(re.sub(TAGS, " ", text).split())
+    return sorted(words)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -97,8 +98,12 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
         else:
             name = Path(spec).stem
         # Two files of one name would give two tasks the same id.
-        free = chain([name], (f"{name}-{number}" for number in count(2)))
-        names[spec] = next(one for one in free if one not in names.values())
+        free = name
+        number = 1
+        while free in names.values():
+            number += 1
+            free = f"{name}-{number}"
+        names[spec] = free
     return names
 
 

@@ -95,8 +95,11 @@ def hierarchical_reward(
             return None
         if answer_of(path) is None:
             return BAD_FORMAT
-        written = (step.content for step in path.steps if step.origin is Origin.POLICY)
-        called = {call.name for content in written for call in content.calls}
+        called: set[str] = set()
+        for step in path.steps:
+            # Calls that a graft brings are another agent's, and earn no bonus.
+            if step.origin is Origin.POLICY:
+                called.update(call.name for call in step.content.calls)
         return score + BOTH_TOOLS_BONUS if score > 0 and called >= BONUS_TOOLS else score
 
     return [reward(path) for path in trajectories]
@@ -153,11 +156,10 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
             function = functools.partial(function, limit=max_tokens, buffer=max(1, max_tokens // 5))
         functions.append(function)
     # Metrics and recorded parts have the name of a given function, unless another one has it.
-    bare = (name.removeprefix(GIVEN) for name in settings.funcs)
-    names = [
-        one if one not in settings.funcs else name
-        for one, name in zip(bare, settings.funcs, strict=True)
-    ]
+    names: list[str] = []
+    for name in settings.funcs:
+        bare = name.removeprefix(GIVEN)
+        names.append(name if bare in settings.funcs else bare)
     return list(zip(names, functions, weights, strict=True))
 
 
@@ -197,8 +199,9 @@ class RewardScorer:
         written_text: from one step's sampled tokens to their text, `Format.written_text`.
         """
         self._functions = tuple(functions)
-        own = [function for _, function, _ in functions]
-        self._calls = [Called(function) for function in (*own, self._correctness)]
+        self._calls = [Called(function) for _, function, _ in functions]
+        # Scored like a reward, so that it has the deadline too: mathematics may take long.
+        self._calls.append(Called(self._correctness))
         self._written_text = written_text
         self._deadline_s = deadline_s
 

@@ -62,8 +62,9 @@ def draw_tasks(
         epoch, place = divmod(position, len(tasks))
         if epoch not in orders:
             # A function of seed and epoch alone, so that a resumed run needs no generator's state.
-            keys = [(keyed_int(seed, "epoch", epoch, n), n) for n in range(len(tasks))]
-            orders[epoch] = [n for _, n in sorted(keys)]
+            orders[epoch] = sorted(
+                range(len(tasks)), key=lambda n, of=epoch: keyed_int(seed, "epoch", of, n)
+            )
         task = tasks[orders[epoch][place]]
         if task.id not in without:
             chosen.setdefault(task.id, task)

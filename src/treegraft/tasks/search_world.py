@@ -16,7 +16,7 @@ in the training questions (`SearchWorld.expert`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -289,17 +289,18 @@ def _useless_search(
     """Returns another entity and any relation, or as often the right entity and another
     relation."""
     if keyed_unit(*key, "kind") < 0.5:
-        others = [other for other in world.entities if other != entity]
+        others = _without(entity, world.entities)
         return keyed_choice(others, *key, "entity"), keyed_choice(world.relations, *key, "relation")
-    return entity, keyed_choice(
-        [other for other in world.relations if other != relation], *key, "relation"
-    )
+    return entity, keyed_choice(_without(relation, world.relations), *key, "relation")
+
+
+def _without(one: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word != one]
 
 
 def _wrong_answer(world: World, met: Sequence[str], right: str, key: tuple[int | str, ...]) -> str:
     """Returns an entity that was met, or as often any; never the right one."""
     is_met = keyed_unit(*key, "kind") < 0.5
-    others = [
-        entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right
-    ]
+    # Of entities met, each once: one asked about twice is not more likely.
+    others = _without(right, dict.fromkeys(met) if is_met else world.entities)
     return keyed_choice(others, *key, "entity")

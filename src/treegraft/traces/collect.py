@@ -183,8 +183,12 @@ class _Builder:
         orders ties."""
         report = self.report
         good: list[tuple[int, Attempt, float]] = []
-        answered = [(n, attempt) for n, attempt in enumerate(attempts) if attempt.error is None]
-        for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
+        leaves = iter(tree.leaves if tree else ())
+        for sample, attempt in enumerate(attempts):
+            # The tree has a leaf for each attempt that ended in an answer, in their order.
+            if attempt.error is not None:
+                continue
+            leaf = next(leaves)
             if leaf.reward is None:
                 report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
                 continue

@@ -79,7 +79,7 @@ def read_demonstrations(
         found = _of_file(path, reasons)
     num_found = len(found) + reasons.total()
     kept = _best(found, path, settings, reasons)
-    left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+    left_out = _counted(reasons)
     if not kept:
         advice = "Name another file"
         if OTHER_TASKS in reasons:
@@ -90,6 +90,10 @@ def read_demonstrations(
             code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return "; ".join(f"{count} {reason}" for reason, count in reasons.items())
 
 
 def _best(
@@ -181,7 +185,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
         wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
     if book.is_empty and origin != "self":
-        left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        left_out = _counted(reasons)
         raise DataError(
             f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer.",

@@ -165,11 +165,13 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     if path.is_dir():
         for part in _parts(path):
             place = path / part.label if part.checksum else part.path
-            yield from ((place, number + 1, line) for number, line in part.lines())
+            for number, line in part.lines():
+                yield place, number + 1, line
         return
     # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
     with path.open("rb") as lines:
-        yield from ((path, number, line) for number, line in enumerate(lines, start=1))
+        for number, line in enumerate(lines, start=1):
+            yield path, number, line
 
 
 def read_file(path: Path, report: ImportReport) -> Iterator[Read]:

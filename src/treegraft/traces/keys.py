@@ -27,7 +27,9 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
     its result; empty ones are left out and white space within one is a single space, so that
     formats that strip or wrap differently give one key.
     """
-    lines = [" ".join(question.split()), *(line for one in contents for line in step_lines(one))]
+    lines = [" ".join(question.split())]
+    for one in contents:
+        lines += step_lines(one)
     return "\n".join(filter(None, lines))
 
 
@@ -79,10 +81,11 @@ def split_steps(
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
     """
-    keys = [retrieval_key(question, contents[:position]) for position in range(len(contents))]
-    return [
-        Trace(
-            key=keys[position],
+    traces: list[Trace] = []
+    for position, content in enumerate(contents):
+        key = retrieval_key(question, contents[:position])
+        trace = Trace(
+            key=key,
             value=content,
             reward=reward,
             source=source,
@@ -91,10 +94,11 @@ def split_steps(
             terminal=content.answer is not None,
             trajectory=trajectory,
             policy_version=policy_version,
-            question="" if position or question == keys[0] else question,
+            # A key has single spaces; the warm-up asks the question as it was.
+            question="" if position or question == key else question,
         )
-        for position, content in enumerate(contents)
-    ]
+        traces.append(trace)
+    return traces
 
 
 def read_trajectory(

@@ -94,13 +94,12 @@ class BufferRetriever:
 
     def _trajectories(self, task: Task) -> list[tuple[Trace, ...]]:
         first_key = retrieval_key(task.question, ())
-        whole = [
-            path
-            for path in self.buffer.trajectories(task.id)
-            if [trace.position for trace in path] == list(range(len(path)))
+        whole: list[tuple[Trace, ...]] = []
+        for path in self.buffer.trajectories(task.id):
+            has_all = [trace.position for trace in path] == list(range(len(path)))
             # Under another seed the same id may stand for another question; environments show it.
-            if path[0].key == first_key or self._is_tried
-        ]
+            if has_all and (path[0].key == first_key or self._is_tried):
+                whole.append(path)
         return sorted(
             whole,
             key=lambda path: (-path[-1].reward, len(path), [trace.content_hash for trace in path]),
@@ -113,8 +112,10 @@ class BufferRetriever:
         began = time.monotonic()
         num_cut_before = buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
-        sought = [question for question in batch if question.draw is None]
-        drawn = [question for question in batch if question.draw is not None]
+        sought: list[Question] = []
+        drawn: list[Question] = []
+        for question in batch:
+            (sought if question.draw is None else drawn).append(question)
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[Question]) -> list[Excluded]:

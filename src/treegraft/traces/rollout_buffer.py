@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Literal
@@ -21,7 +21,7 @@ from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.sessions import SessionOpener
-from treegraft.core.types import Origin, Status, Trace, Tree
+from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
@@ -66,7 +66,7 @@ def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
         "lessons": config.loss.lesson_coef > 0,
         "warmup": takes_warmup_of_buffer(config),
     }
-    readers = frozenset(reader for reader, does_read in reads.items() if does_read)
+    readers = frozenset(compress(reads, reads.values()))
     return without_file.get(config.buffer.path, by_suffix), readers
 
 
@@ -377,7 +377,7 @@ class RolloutBuffer:
         found = own_traces(
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
-        self.buffer.add([trace for traces in found for trace in traces], update=update)
+        self.buffer.add(chain.from_iterable(found), update=update)
         self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
@@ -403,13 +403,12 @@ def own_traces(
     """
     found: list[tuple[Trace, ...]] = []
     for tree in trees:
-        paths = [
-            path
-            for path in tree.trajectories()
-            if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
+        paths: list[Trajectory] = []
+        for path in tree.trajectories():
+            is_good = path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
             # A reward may accept an answer of no letters, which is no step to imitate.
-            if not path.is_stored and all(says_something(one) for one in path.contents)
-        ]
+            if is_good and not path.is_stored and all(map(says_something, path.contents)):
+                paths.append(path)
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             steps = path.steps[1:]
             split = split_steps(
