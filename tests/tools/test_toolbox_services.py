@@ -121,15 +121,6 @@ def test_retries_end_before_the_deadline_as_a_failure_of_the_service(
     assert tool.num_runs == 2
 
 
-def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolbox, "BACKOFF_S", 0.05)
-    monkeypatch.setattr(toolbox, "NUM_RETRIES", 3)
-    tool = Service(failing(3))
-    ask(tool, "q", deadline_s=30.0)
-    waits = [later - earlier for earlier, later in zip(tool.times, tool.times[1:], strict=False)]
-    assert all(wait >= least for wait, least in zip(waits, (0.05, 0.1, 0.2), strict=True))
-
-
 def test_results_outlive_the_run_and_errors_do_not(tmp_path: Path) -> None:
     async def fail_on_odd(run: int, body: str) -> str:
         if body == "bad":
