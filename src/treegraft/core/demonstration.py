@@ -53,6 +53,7 @@ def tree_of_paths(
     """
     root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
     steps = [plain_step(ROOT_ID, None, root)]
+    # In the order of the paths, which callers compare with their own.
     leaves: list[Leaf] = []
     rewards = environment_rewards or [None] * len(paths)
     for start, (path, reward) in enumerate(zip(paths, rewards, strict=True)):
@@ -106,6 +107,7 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
     try:
         found = source.expert(task, seed)
         steps = None if found is None else tuple(found)
+    # Of a tool of ours that the expert calls: it says itself what is wrong.
     except TreegraftError:
         raise
     except Exception as error:

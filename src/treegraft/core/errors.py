@@ -159,6 +159,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     letters, or an empty string where none is near."""
     # Of names that differ in case alone the first is taken.
     names = {one.casefold(): one for one in reversed(list(known))}
+    # 0.5 finds "hashin" and "qestion", and no word of another meaning.
     matches = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.5)
     return f" Did you mean '{names[matches[0]]}'?" if matches else ""
 

@@ -57,6 +57,7 @@ class GivenObjects:
             wrapped: what the name leads to in place of `value`; None for `value` itself.
             stem: the name that is wanted; empty takes the object's own.
         """
+        # By identity: equal objects may be of different runs.
         for name, known in self._originals.items():
             if known is value:
                 return name
@@ -88,6 +89,7 @@ _PRESENT: ContextVar[GivenObjects | None] = ContextVar("given", default=None)
 def giving(objects: GivenObjects) -> Iterator[None]:
     """Lets the names of these objects lead to them for the time of the block, in its thread, its
     tasks, and threads that take over its context."""
+    # Of this context: two runs in two threads have their own.
     token = _PRESENT.set(objects)
     try:
         yield
@@ -114,6 +116,7 @@ def import_path(value: Any) -> str:
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return ""
     found: Any = sys.modules.get(module)
+    # As far as the name leads back: a decorator may have taken its place.
     for part in name.split("."):
         found = getattr(found, part, None)
     # Modules of a notebook or of `exec` have no file that another process could import.

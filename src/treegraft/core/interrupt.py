@@ -142,6 +142,7 @@ class Stop:
     def ask(self) -> None:
         """Asks to stop at the next safe point; from any thread or signal handler."""
         self.is_asked = True
+        # A run that waits for its trees would see the flag only after them.
         if self._work is not None:
             # Also in the middle of a wait for it: a future's lock is reentrant.
             self._work.cancel()
@@ -179,6 +180,7 @@ class Stop:
             is_first = not self.is_asked
             is_ctrl_c = number == signal.SIGINT
             self._num_ctrl_c += is_ctrl_c
+            # The exit code tells the first signal, which is why the run ends.
             if is_first:
                 self.number = number
                 self.ask()
@@ -258,6 +260,7 @@ def run_to_end(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        # asyncio turns Ctrl-C into a cancellation, and SIGTERM into nothing.
         with others_as_ctrl_c():
             return asyncio.run(work)
     # asyncio.run refuses a thread whose loop runs already, so the work gets a thread of its own.

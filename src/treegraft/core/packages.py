@@ -41,6 +41,7 @@ def lacking(what: str, *modules: str) -> str:
     """Returns the sentence which says that `what` needs packages that are not installed, and how to
     install them; "" where all modules, names in `OPTIONAL`, are there."""
     missing = [OPTIONAL[one] for one in modules if not is_installed(one)]
+    # One command, whatever the packages: pip resolves them together.
     extras = sorted({extra for _, extra in missing})
     command = f"treegraft[{','.join(extras)}]"
     return not_installed(what, [package for package, _ in missing], command) if missing else ""

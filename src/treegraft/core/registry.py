@@ -269,6 +269,7 @@ def extensions(listed: str = "BUILT_IN") -> Extensions:
     problems: list[str] = []
     for where, owner, path in _listed(listed):
         try:
+            # Each alone: a broken one leaves its own names out, and no others.
             found = _registered_by(owner, path)
             _refuse_taken(found, entries)
         # Whatever foreign code raises, an exit too, the message has to name the extension.
@@ -325,11 +326,13 @@ def _listed(name: str) -> Iterator[tuple[str, str, str]]:
     if os.environ.get(SWITCH) != "off":
         for point in sorted(metadata.entry_points(group=GROUP), key=lambda one: one.name):
             package = "" if point.dist is None else f" of the package '{point.dist.name}'"
+            # By name, so that which of two that collide is refused does not change.
             yield f"extension '{point.name}'{package}", point.name, point.value
 
 
 def _registered_by(owner: str, path: str) -> list[Entry]:
     """The entries of one extension."""
+    # Its own, so that nothing of an extension that fails half-way is taken.
     registry = Registry(owner)
     imported(path if ":" in path else f"{path}:register")(registry)
     return registry.entries

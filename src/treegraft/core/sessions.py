@@ -140,6 +140,7 @@ class SharedSession:
 
     # There is no state, so one object serves all trajectories, and every call of its own is empty.
 
+    # No state that a branch could miss.
     can_branch = True
 
     def __init__(self, runner: Runner, task: Task) -> None:

@@ -144,6 +144,7 @@ class Task:
                 begin with, if any. "" adds none.
         """
         given = self.messages or ({"role": "user", "content": self.question},)
+        # Copies: the task is shared by all of its trees.
         messages = [dict(one) for one in given]
         if messages[0]["role"] in SYSTEM_ROLES and system_prompt:
             messages[0]["content"] = f"{messages[0]['content']}\n\n{system_prompt}"
@@ -732,6 +733,7 @@ class Tree(ShownTree):
             raise ValueError(
                 f"{name}: steps must start with the root '0' and stand in depth-first order"
             )
+        # Checked here, since everything below goes by ids without a second look.
         known = {one.id for one in self.steps}
         parents = {one.parent for one in self.steps}
         for step in self.steps[1:]:

@@ -42,6 +42,7 @@ class RunSettings(Settings):
     unless resuming."""
     dir: str = setting("runs", acts="writes", same_answers=True)
     """Where run folders are made."""
+    # Integers of TOML and of most readers of JSON end there.
     seed: int = setting(0, ge=0, lt=2**63)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
@@ -53,6 +54,7 @@ class RunSettings(Settings):
     """The same for sampled tokens."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
+    # A count changes sums: law 12 holds for one.
     num_threads: int | None = setting(None, ge=1, le=1024)
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
     count."""
@@ -70,6 +72,7 @@ class RunSettings(Settings):
 class RolloutSettings(Settings):
     temperature: float = setting(1.0, gt=0, ignored_by_eval=True)
     """Sampling temperature in training."""
+    # The tiny model's words are whole tokens, a language model's are not.
     max_completion_tokens: int = setting(96, ge=1, default_of=by_model(tiny=96, full=512))
     """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
     the "tiny" model, 512 for a language model."""
@@ -77,6 +80,7 @@ class RolloutSettings(Settings):
     """Limit of a trajectory, in steps."""
     max_tool_calls: int = setting(6, ge=0)
     """Limit of a trajectory, in tool calls."""
+    # So long that only what hangs reaches it: a slow agent is no failure.
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
     max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
@@ -84,6 +88,7 @@ class RolloutSettings(Settings):
     equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once. This
     also drops groups that credit.attribution = "states", credit.advantage = "reinforce++" or
     loss.graft_coef would still learn from."""
+    # A bound on open environments and trees in memory; the engine has its own.
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 
@@ -101,6 +106,7 @@ class ReplaySettings(Settings):
 class EvalSettings(Settings):
     every: int = setting(5, ge=0, resumable=True, ignored_by_eval=True)
     """Evaluate after each so many updates; 0 only where `at_start` and `at_end` say so."""
+    # A gain is measured against this one.
     at_start: bool = setting(True, ignored_by_eval=True)
     """Evaluate before the first update."""
     at_end: bool = setting(True, resumable=True, ignored_by_eval=True)
@@ -138,6 +144,7 @@ class TrackSettings(Settings):
     trackers: list[str] = setting([], seam="tracker", resumable=True, ignored_by_eval=True)
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
+    # On: replay, the viewer and reports read them.
     record_trees: bool = True
     """Write whole trees to trees/."""
     keep_trees: int | None = setting(
@@ -188,6 +195,7 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
     """The settings of an entry: each the dotted name of a table, and a class whose fields join
     it."""
     if "table" in entry.brings:
+        # Only these three have tables of their own names.
         above, condition = {
             "explorer": ("explore", has("explore.explorers", entry.name)),
             "tool": ("tools", has("tools.use", entry.name)),
@@ -201,6 +209,7 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
 def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
     """The root with the settings of extensions, and a sentence for each one that was left out."""
     problems = list(extensions().problems)
+    # One that cannot be joined must not keep the others out.
     for entry in extensions().entries:
         try:
             for name, table in _brought(entry):

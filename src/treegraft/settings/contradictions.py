@@ -44,11 +44,13 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
             f"format.require_boxed: got true, but format.answer = '{form.answer}' does not look"
             " into the box; leave one of them out.",
         )
+    # Every answer would be empty, and every reward 0.
     if form.answer == "regex" and not form.answer_pattern:
         yield Contradiction(
             ("format.answer_pattern", "format.answer"),
             "format.answer_pattern: got none, which format.answer = 'regex' needs.",
         )
+    # Now: it is used first when an answer comes, after the rollout.
     try:
         re.compile(form.answer_pattern or "")
     except re.error as error:
@@ -61,6 +63,7 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _attribution_wrong(config: Config) -> Iterator[Contradiction]:
     entry = registered("advantage").get(config.credit.advantage)
+    # Of ours none is restricted.
     fitting = entry.value.attributions if entry else ()
     if fitting and config.credit.attribution not in fitting:
         yield Contradiction(
@@ -75,6 +78,7 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
+    # Its vocabulary holds the tasks' words and tags alone.
     if config.format.kind == "chat":
         yield Contradiction(
             ("format.kind", "model.path"),
@@ -144,6 +148,7 @@ def _run_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Contradiction]:
+    # Settings of extensions are compared so too.
     value = value_of(config, name)
     limit = value_of(config, other)
     if value > limit:
@@ -229,6 +234,7 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
             f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
             " tasks.",
         )
+    # A resumed run has nothing but its folder.
     if not config.track.record_trees:
         yield Contradiction(
             ("replay.fresh_frac", "track.record_trees"),
@@ -251,6 +257,7 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _secrets_wrong(config: Config) -> Iterator[Contradiction]:
+    # All of them: extensions have addresses that the core does not know.
     for name, value in flatten(config.model_dump(mode="json")).items():
         if public(value) != value:
             yield Contradiction(
@@ -311,6 +318,7 @@ def check_context(config: Config, limit: int) -> list[Contradiction]:
         f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all; lower it"
         " so that prompts fit too."
     )
+    # Equal is too much: a prompt has at least one token.
     return [Contradiction((name, "model.path"), text)] if wanted >= limit else []
 
 
@@ -357,6 +365,7 @@ def _branches_contradicted(
     config: Config, explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
+    # Separate rollouts share no state.
     if not branches(explorer):
         return
     actions = {tool.name for tool in environment.tools} if environment else ()
@@ -400,6 +409,7 @@ def _grafts_contradicted(
     config: Config, environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
     """Grafts over a state on which their calls cannot be tried."""
+    # A grafted call may be true in the other agent's world alone.
     names = retrieving(config.explore.explorers)
     if names and environment is not None and environment.capability is Capability.NONE:
         name = names[0]

@@ -85,6 +85,7 @@ def idle_told(config: Settings) -> dict[str, Callable[[Settings], str]]:
 def defaults_told(config: Settings) -> dict[str, Any]:
     """Returns the defaults that chosen explorers have for settings of others, by dotted name."""
     told: dict[str, Any] = {}
+    # The first explorer of the list decides, as it does about starts.
     for kind in chosen_kinds(config).values():
         told = {**kind.defaults, **told}
     return told
@@ -132,12 +133,14 @@ def _size_of_rise_counts(config: Settings) -> str:
 
 def half_the_leaves(config: Settings) -> int:
     """Returns half of explore.num_leaves, at least 1."""
+    # A tree of one leaf still has a start.
     return max(1, int(value_of(config, "explore.num_leaves")) // 2)
 
 
 class EntropySettings(Settings):
     """ARPO's rule for branches (arXiv 2507.19849), see `EntropyBranching`."""
 
+    # ARPO, app. C: 8 of 16.
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
     default; the rest are branches and back-fill."""
@@ -185,6 +188,7 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
+    # The simplest method by default, so that a method is always asked for.
     explorers: list[str] = setting(["independent"], min_length=1, seam="explorer")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that extensions bring, or import paths "package.module:Explorer". Starts
@@ -222,6 +226,7 @@ class GrowSettings(Settings):
     buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
+    # A size that is searched exactly in a few milliseconds.
     capacity: int = setting(20_000, ge=1)
     """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
     least rewarded."""
@@ -247,8 +252,10 @@ class BuildSettings(Settings):
     source: str | None = _building(None, acts="nothing")
     """Name of the agent in the buffer; None for "expert", the server's model or the model's
     place."""
+    # RAPO, app. C.3.
     num_samples: int = _building(16, ge=1)
     """Attempts per task (RAPO's N)."""
+    # RAPO, app. C.3.
     num_best: int = setting(5, ge=1)
     """Trajectories kept per task, the best by reward (RAPO's K)."""
     min_reward: float = 0.0
@@ -284,10 +291,12 @@ class BufferSettings(Settings):
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
+    # The paper does not say; "skip" never shows the agent an answer.
     terminal: Literal["skip", "exclude", "allow"] = setting("skip", idle_unless=with_graft)
     """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
     "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
     answers of the training tasks)."""
+    # On, as in RAPO, whose buffer is made of the training tasks.
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved; where a trace has no task id, its question
     tells."""

@@ -75,6 +75,7 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
                 code="setting-no-table",
             )
         place = inner
+    # Two overrides of one table go together; of a value the last counts.
     both_tables = isinstance(value, dict) and isinstance(place.get(last), dict)
     place[last] = {**place[last], **value} if both_tables else value
 
@@ -106,6 +107,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for override in overrides:
         name, equals, text = (part.strip() for part in override.partition("="))
+        # A dot too many would make a table without a name.
         if not equals or not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
@@ -121,6 +123,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 f"{COMMAND_LINE}: setting '{shortened(name)}': {error}", code="override-value"
             ) from error
         for one in _set_by(name, value):
+            # Silently the last would win, whatever the first was typed for.
             if one in names:
                 raise SettingError(
                     f"{COMMAND_LINE}: '{shortened(one)}' is given twice, and only the last would"
@@ -188,6 +191,7 @@ def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
 def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     if path.suffix != ".json":
         return _from_recipe(path, smoke=smoke)
+    # A resolved configuration has lost its overlay.
     if smoke:
         raise SettingError(
             f"{path}: --smoke: expected a recipe; a run's config.json has none.",
@@ -207,6 +211,7 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
 def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     """Returns one paragraph for one fault that pydantic found."""
     got = found["input"]
+    # Pydantic's place: tables, the setting, and what is within its value.
     name, *inner = map(str, found["loc"])
     while inner and tables_and_settings()[name].table is not None:
         name = f"{name}.{inner.pop(0)}"
@@ -229,6 +234,7 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
         f"{where(name)}: setting '{name}{items}': got {shown(got)}, expected"
         f" {expected[0].lower() + expected[1:]}."
     )
+    # Only words have other names elsewhere; a number is just out of range.
     if isinstance(got, str):
         fault += instead(f"{name}.{got}") or find_value(name, got)
         if expected == "a list":
@@ -310,6 +316,7 @@ def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]
         if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT:
             following.append(name)
             _put(data, name, default_of(config, name))
+    # Once more: a default that follows others has limits too.
     config = _validate(data, where)
     for name in following:
         table, _, last = name.rpartition(".")
@@ -375,6 +382,7 @@ def load_config(
         means none.
         replaces: whether they replace the source's own; otherwise the two must agree.
     """
+    # Before the recipe: its settings may be those of the extension.
     if LEFT_OUT:
         raise SettingError("\n".join(LEFT_OUT), code="plugins-broken")
     data: dict[str, Any]
@@ -405,6 +413,7 @@ def load_config(
     for name in names:
         idle += [_no_effect(name, why) for why in _why_idle(name, config, used)]
     found = contradictions(config)
+    # Contradictions first: they may be why the override has no effect.
     if idle and not found:
         raise SettingError("\n".join(idle), code="override-idle")
     if found:
@@ -431,6 +440,7 @@ def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:
 def traced(error: TreegraftError, origin: str, overrides: Sequence[str]) -> str:
     """Returns the message of an error that came up after loading, preceded by the setting that it
     is about, unless it names that, and by where this was set; unchanged where it knows none."""
+    # Where it knows no setting, no place in a recipe is to blame.
     if not error.settings:
         return str(error)
     typed = [f"{_whole_name(one.partition('=')[0].strip())}." for one in overrides]

@@ -32,6 +32,7 @@ def _clips(config: Settings) -> str:
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
     by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    # A second step sees weights that the first has moved.
     if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
@@ -75,6 +76,7 @@ _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 def _rise_of_warmup(config: Settings) -> int:
     num_steps = int(value_of(config, "warmup.num_steps"))
+    # As for fine-tuning of language models in general.
     if value_of(config, "model.path") != "tiny":
         return num_steps // 10
     return min(50, num_steps // 4) if num_steps else 50
@@ -99,6 +101,7 @@ class TinySettings(Settings):
 
 
 class LoraSettings(Settings):
+    # Off by default: the papers train all weights.
     rank: int = setting(0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = setting(32, gt=0)
@@ -114,6 +117,7 @@ class ModelSettings(Settings):
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
     published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
     is a tiny one that reads and writes any text, for smoke tests)."""
+    # No float16: its range needs a scaled loss.
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = setting(False, acts="imports")
@@ -164,6 +168,7 @@ class VllmSettings(Settings):
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound, and
     rollout/entropy_tail_bound says how much they may lack. "measured": a kernel of ours in vLLM's
     V2 runner, on GPUs alone, reports exact entropies; it was never run on one."""
+    # Off: waking costs seconds in each update.
     sleep: bool = setting(False, same_answers=True)
     """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
     that the learner has the room; for servers of this run's own, on GPUs."""
@@ -187,6 +192,7 @@ class PublishSettings(Settings):
 class EngineSettings(Settings):
     kind: str = setting("native", seam="engine")
     """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
+    # More rows gain little on one GPU, and each needs its keys and values.
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
@@ -225,6 +231,7 @@ class CreditSettings(Settings):
     )
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
+    # RAPO's value, in paper and code.
     retrieval_weight: float = setting(0.2, ge=0, idle_unless=(with_graft, _rewards_grafts))
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     restarts: Literal["apart", "together"] = setting(
@@ -277,6 +284,7 @@ class LossSettings(Settings):
     )
     """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
     loss tokens of its trajectory."""
+    # 0 as in DAPO, RAPO and the code of ARPO; a reference takes the room of a second model.
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
@@ -288,8 +296,10 @@ class LossSettings(Settings):
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
     """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
+    # On: the papers count an answer that does not end as a wrong one.
     learn_from_truncated: bool = True
     """Whether truncated trajectories carry loss; they always count in the group."""
+    # RAPO's value, in paper and code.
     shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
     (RAPO's m, eq. 8)."""
@@ -307,6 +317,7 @@ class LearnSettings(Settings):
     lr: float = setting(3e-4, ge=0, default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5))
     """Peak learning rate of AdamW. By default 3e-4 for the "tiny" model, 1e-6 for a language model
     and 1e-5 for its adapters."""
+    # Shorter memory than torch's 0.999: the policy moves with each update.
     betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95))
     """AdamW's decay rates."""
     weight_decay: float = setting(0.0, ge=0)
@@ -318,6 +329,7 @@ class LearnSettings(Settings):
     """The learning rate after that: "constant", or falling to 0 by the last optimiser step of
     run.num_updates, or as the share of run.max_calls or run.max_tokens that is spent, whichever is
     farther. A resumed run with another of these follows the new schedule from there on."""
+    # verl's and TRL's default.
     max_grad_norm: float = setting(1.0, gt=0)
     """The gradient is scaled down to this norm."""
     num_minibatches: int = setting(1, ge=1)
@@ -355,6 +367,7 @@ class WarmupSettings(Settings):
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""
+    # Random weights bear a hundred times the rate of a language model's.
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
@@ -374,6 +387,7 @@ class WarmupSettings(Settings):
     """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
     there on); otherwise the agent answers too early. This sets how willing it is to explore without
     touching its skill."""
+    # Off: a language model reads another's markup without practice.
     graft_prob: float = setting(0.0, ge=0, le=1)
     """Probability that a step of a demonstration is shown as retrieved, in its markup and without
     loss (never the first, the last, or two in a row): so a model without language learns to read

@@ -15,6 +15,7 @@ MAX_TASKS = 1_000_000
 class SearchWorldSettings(Settings):
     hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
     """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
+    # So many that a guess is rarely right.
     num_entities: int = setting(64, ge=8)
     """Entities of a world, one word each; with `words` at most 96."""
     num_relations: int = setting(8, ge=5)
@@ -151,5 +152,6 @@ class RewardSettings(Settings):
     )
     """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
     is the released code's."""
+    # Long enough for a judge over the network, short enough not to stop a run.
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for the rewards of one tree, in seconds."""

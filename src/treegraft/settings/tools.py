@@ -21,6 +21,7 @@ class SearchToolSettings(Settings):
     own, "http" asks a server that speaks Search-R1's retrieve protocol (such as `treegraft serve
     search`), "web" a search engine; or the import path of a class or function, called with this
     table."""
+    # Search-R1's and RAPO's.
     top_k: int = setting(3, ge=1, le=1000)
     """Passages returned by one search."""
 
@@ -29,8 +30,10 @@ class ToolsSettings(Settings):
     use: list[str] = setting([], seam="tool")
     """"search", names that extensions bring ("python", "browse"), or import paths
     "package.module:function"; the tasks' own tools are always on."""
+    # A search or a short program ends well before; the trajectory waits for it.
     deadline_s: float = setting(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
+    # A page would fill the context of a small model.
     max_output_chars: int = setting(2000, ge=16)
     """Output cap of one call, in characters."""
     cache: bool = True

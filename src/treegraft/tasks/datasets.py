@@ -58,6 +58,7 @@ class DatasetSource(OpenTasks):
             DataError: a file is missing or unreadable, no row has a column that the settings name,
                 or none is usable.
         """
+        # Evaluating alone needs none, so this is no check of the settings.
         if not self._settings.train:
             raise SettingError(
                 "tasks.dataset.train is empty; name the training files, or only evaluate",
@@ -125,6 +126,7 @@ class DatasetSource(OpenTasks):
         scan = self._training
         held_out = tuple(scan.last)
         if self._has_too_few:
+            # A fifth, so that a small file still trains.
             held_out = held_out[-max(1, scan.num_usable // 5) :]
         num_left = scan.num_usable - len(held_out)
         if num_left < 1:
@@ -214,6 +216,7 @@ class _Scan:
         # Digests, since the texts of a large file would not fit in memory.
         key = _digest(question)
         pair_key = _digest(question, *task.reference)
+        # A repeated row would weigh twice in training and in results.
         is_new = pair_key not in self.pairs
         if not is_new:
             defects.add(_REPEATED, row)

@@ -194,6 +194,7 @@ def read_messages(value: Any) -> tuple[dict[str, Any], ...]:
             or a part that is not text.
     """
     messages = tuple(map(_message, value))
+    # The agent writes the next message, so the last one must be another's.
     if messages[-1]["role"] not in ("user", "tool") or not last_question(messages).strip():
         raise ValueError(
             f"messages that end with the role '{messages[-1]['role']}' and do not ask anything"
@@ -250,6 +251,7 @@ def message_text(content: Any) -> str:
 def _call(given: Any) -> dict[str, Any]:
     function = given.get("function", given) if isinstance(given, Mapping) else {}
     arguments = function.get("arguments")
+    # As OpenAI's interface has them; templates want the object.
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -56,6 +56,7 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
         return (Row(number, values) for number, values in enumerate(load_object(spec)))
     path = _resolve(spec)
     read = FILE_TYPES.get(path.suffix.lower())
+    # By suffix, not by contents: JSON and JSONL begin alike.
     if read is None:
         raise SettingError(
             f"'{spec}' is no kind of file that can be read; expected {', '.join(FILE_TYPES)} or"
@@ -229,6 +230,7 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     from datasets import load_dataset
 
     name, _, place = spec.removeprefix(HUB).partition(":")
+    # A name without a slash is the split, which every set has.
     config, _, split = place.rpartition("/")
     try:
         # Every failure of the hub's client (no network, no such set, no such split) means the same

@@ -43,6 +43,7 @@ def _fault_of(function: Any) -> str:
     except (TypeError, ValueError):
         return "has no signature that Python can show"
     for one in parameters:
+        # Columns are passed by name.
         if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
             return f"takes '{one.name}' by position alone"
     if all(one.kind is one.VAR_POSITIONAL for one in parameters):
@@ -63,6 +64,7 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
         needed -= {*_OF_VERL, "extra_info"}
     else:
         needed -= {*OURS, _EXTRA}
+    # Every task: one row without the column would fail its tree alone, late.
     for task in tasks if needed else ():
         missing = next((one for one in sorted(needed) if one not in task.columns), None)
         if missing is None:
@@ -191,6 +193,7 @@ class Arguments:
         self._trajectories = trajectories
         self._texts = [completion_text(path, written_text) for path in trajectories]
         completions: Sequence[Any] = self._texts
+        # A text where the task came as one: what TRL calls a standard format.
         prompt: Any = task.question
         if task.messages:
             prompt = [dict(message) for message in task.messages]

@@ -93,6 +93,7 @@ def hierarchical_reward(
         score = _score_answer(_ACCURACIES[accuracy], path)
         if score is None:
             return None
+        # Truncated, violated, or an answer without text.
         if answer_of(path) is None:
             return BAD_FORMAT
         called: set[str] = set()
@@ -248,6 +249,7 @@ class RewardScorer:
 
     async def _ask(self, function: Called, arguments: Arguments, num: int) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
+        # One for all trajectories of the tree: a judge may ask about them together.
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
@@ -273,6 +275,7 @@ class RewardScorer:
         for (name, _, weight), reward in zip(self._functions, rewards, strict=True):
             if isinstance(reward, str):
                 return _fail(leaf, f"reward function '{name}' failed on task '{task_id}': {reward}")
+            # None: it does not apply, and adds nothing, not even a 0 to the parts.
             if reward is not None:
                 parts[name] = reward
                 total += weight * reward

@@ -66,6 +66,7 @@ def draw_tasks(
                 range(len(tasks)), key=lambda n, of=epoch: keyed_int(seed, "epoch", of, n)
             )
         task = tasks[orders[epoch][place]]
+        # Left out rather than replaced: `first` counts places, not tasks.
         if task.id not in without:
             chosen.setdefault(task.id, task)
     return list(chosen.values())

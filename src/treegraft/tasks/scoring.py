@@ -132,6 +132,7 @@ def f1(prediction: str, reference: str | Sequence[str]) -> float:
     predicted = _normalise_squad(prediction).split()
     expected = _normalise_squad(reference).split()
     num_same = sum((Counter(predicted) & Counter(expected)).values())
+    # Precision and recall would be 0 of 0 for two empty texts.
     if num_same == 0:
         return 0.0
     precision = num_same / len(predicted)
@@ -188,6 +189,7 @@ def math_equal(
     expected = _unwrap(reference)
     if not predicted or not expected:
         return False
+    # Most right answers are: no process is asked.
     if predicted == expected:
         return True
     a = _as_fraction(predicted)

@@ -106,6 +106,7 @@ class SearchWorld:
         self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
     ) -> None:
         """Raises SettingError for more entities or relations than English has words."""
+        # Only English runs out of words; symbols are numbered.
         for name, words in (("num_entities", NAMES), ("num_relations", RELATIONS)):
             if settings.words and getattr(settings, name) > len(words):
                 raise SettingError(
@@ -185,6 +186,7 @@ class SearchWorld:
                     )
                 )
                 met += [search[0], world.look_up(*search)]
+            # A detour leads nowhere: the right search went on from the same entity.
             entity = world.look_up(entity, relation)
         key = ("expert", world.seed, task.id, seed, len(relations))
         if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:

@@ -103,6 +103,7 @@ class ScriptedAgent:
         contents = self.steps(task, sample)
         if not contents:
             return Attempt(error="there is no scripted expert for the task")
+        # Its observations are those of the tasks' own tools, as written.
         if self._environments is None:
             return Attempt(contents=contents)
         (one,) = await rehearse_all(self._environments, [(task, contents)])
@@ -149,6 +150,7 @@ class CheckpointAgent:
         path = tree.trajectories()[sample]
         contents = tuple(path.contents)
         last = path.steps[-1]
+        # Only these: others have no answer that a reward could judge.
         if path.status is Status.COMPLETED:
             reward = path.leaf.environment_reward
             question = None if tree.task == task else tree.task.question

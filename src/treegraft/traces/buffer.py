@@ -207,6 +207,7 @@ class TraceBuffer:
     def _add_chunk(self, traces: Sequence[Trace], update: int | None) -> int:
         by_hash: dict[str, Trace] = {}
         for trace in traces:
+            # The first of equal ones, as in separate chunks.
             by_hash.setdefault(trace.content_hash, trace)
         # The encoder's loading is not a part of the transaction, for which others wait.
         self.load_encoder()
@@ -257,6 +258,7 @@ class TraceBuffer:
 
     def roll_back(self, update: int) -> None:
         """Undoes the additions and evictions of updates after this one."""
+        # In one transaction: a kill leaves either state.
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
@@ -350,6 +352,7 @@ class TraceBuffer:
         )
         steps = [trace]
         for position, group in groupby(rows, key=lambda row: int(row[0])):
+            # A step of no text was left out, or is evicted: what follows does not fit.
             if position != trace.position + len(steps):
                 break
             steps.append(self._file.to_trace(next(group)[1:]))
@@ -450,6 +453,7 @@ class TraceBuffer:
         what another run has done."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: a rename across file systems is a copy.
         partial = target.with_name(f".{target.name}.partial")
         try:
             for leftover in target.parent.glob(f"{escape(partial.name)}*"):

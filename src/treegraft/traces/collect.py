@@ -165,6 +165,7 @@ class _Builder:
                 if len(report.refused) < NUM_EXAMPLES:
                     report.refused.setdefault(attempt.error or "", attempt.refused)
             is_in_vain = attempt.is_outage or attempt.refused is not None
+            # In a row: one reply shows that the agent is there.
             self.num_in_vain = self.num_in_vain + 1 if is_in_vain else 0
             if self.num_in_vain >= OUTAGES:
                 raise EngineError(
@@ -198,6 +199,7 @@ class _Builder:
                 good.append((sample, attempt, leaf.reward))
             else:
                 report.num_too_low += 1
+        # By the seed, not by number: early samples are no better than late ones.
         good.sort(key=lambda item: (-item[2], keyed_int(self.seed, "tie", task.id, item[0])))
         kept = good[: self.settings.num_best]
         report.num_kept += len(kept)

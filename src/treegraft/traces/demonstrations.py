@@ -156,6 +156,7 @@ def lesson_book(config: Config, held: RolloutBuffer, parts: Parts) -> LessonBook
     Raises:
         DataError: there is none.
     """
+    # Reading all trajectories would cost a run without lessons seconds.
     if not config.loss.lesson_coef:
         return None
     if held.buffer is not None:
@@ -200,6 +201,7 @@ def add_lessons(
     """Adds trajectories that are lessons to the book, and returns how many are none, by reason."""
     reasons: Counter[str] = Counter()
     for one in _of_traces(trajectories, parts.train_tasks, parts.kind is not None, reasons):
+        # Imitating what did not pay would teach it.
         if (reward := one.reward or 0.0) <= 0:
             reasons["with a reward not above 0"] += 1
             continue

@@ -147,6 +147,7 @@ class BufferBuild:
             # The build scores all attempts at a task together, whoever made them.
             return tree
 
+        # As the agent will: a teacher with more room writes what does not fit.
         limits = replace(training_limits(config), temperature=own.temperature)
         num_trees = parts.num_trees_at_once(own.num_samples)
         return CheckpointAgent(
@@ -160,6 +161,7 @@ class BufferBuild:
 
 def _asking_a_server(parts: Parts) -> Agent:
     entry = registered("agent").get("server")
+    # The client of servers is an extension, which a core alone lacks.
     if entry is None:
         raise SettingError(
             f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"

@@ -178,6 +178,7 @@ def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
     """Yields the trajectories of a file or run folder; lines that are none are the report's
     problems."""
     for file, number, line in _lines(path):
+        # An empty last line is no row.
         if not line.strip():
             continue
         try:
@@ -189,6 +190,7 @@ def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
+    # Its text is the key alone.
     if isinstance(error, KeyError):
         return f"no '{error.args[0]}'"
     return str(error).split("\n")[0] or type(error).__name__
@@ -201,6 +203,7 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
         for path in tree_from_json(line).trajectories():
+            # Our fault ended it: it says nothing about the task.
             if path.status is not Status.FAILED:
                 yield _of_path(path, number, name)
         return

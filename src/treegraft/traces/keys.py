@@ -52,6 +52,7 @@ def value_text(value: str | StepContent) -> str:
     """Returns the value of a trace as lines to be read, its answer at the end."""
     if isinstance(value, str):
         return value
+    # The answer last, where a reader looks for it.
     answer = [] if value.answer is None else [f"answer {value.answer}"]
     return "\n".join([*step_lines(value), *answer])
 
@@ -117,6 +118,7 @@ def read_trajectory(
     steps = tuple(one.value for one in traces if isinstance(one.value, StepContent))
     if task is None:
         return OTHER_TASKS
+    # A text has no parts that could be written in the agent's format.
     if len(steps) < len(traces):
         return "with a step that is kept as text alone"
     if [one.position for one in traces] != list(range(len(traces))):

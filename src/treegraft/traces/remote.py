@@ -78,6 +78,7 @@ class BufferStates:
         self._folder = folder
         self._paths: list[Path] = []
         self._lock = threading.Lock()
+        # A run that was killed leaves its states, each as large as the buffer.
         for path in folder.glob("*.sqlite"):
             path.unlink()
 
@@ -89,6 +90,7 @@ class BufferStates:
         """
         with self._lock:
             path = (self._folder / f"{buffer.num_changes}.sqlite").absolute()
+            # Once for each state: an update has many trees.
             if path not in self._paths:
                 buffer.copy_to(path)
                 self._paths.append(path)

@@ -88,6 +88,7 @@ class BufferRetriever:
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
         """Returns the task's own stored trajectories without gaps: the best rewarded first, of
         these those with the fewest steps."""
+        # What may not be retrieved may not be begun below either.
         if not self._settings.allow_same_task:
             return []
         return await asyncio.to_thread(self._trajectories, task)

@@ -283,6 +283,7 @@ class RolloutBuffer:
         Args:
             parts: those of the run.
         """
+        # A warm-up has read it by now.
         if not self._is_open:
             yield
             return
@@ -305,6 +306,7 @@ class RolloutBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
+        # A copy that is there belongs to a run that goes on.
         is_new = not self._own.exists()
         if is_new:
             await self._make(update, parts)
@@ -341,6 +343,7 @@ class RolloutBuffer:
         elif self.origin == "expert":
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
             asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
+            # Its expert has no chance in it, so one attempt is all there is.
             once = BuildSettings(num_samples=1, num_best=1)
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
 

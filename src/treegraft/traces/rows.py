@@ -78,6 +78,7 @@ class RowTable:
     ) -> list[Mask]:
         """Returns [rows] for each query: those that it may find, without the traces of its
         excluded task."""
+        # Evicted rows stay in place, so that ids remain in order.
         base = rows.live if allow_terminal else rows.live & ~rows.terminal
         # One mask per task, not per query: the samples of a group ask about the same task.
         masks = dict[Excluded, Mask]()

@@ -120,6 +120,7 @@ class TraceFile:
             raise
 
     def _prepare(self, create: bool) -> None:
+        # 64 MB: the default of 2 MB reads a large buffer's index again and again.
         self._connection.execute("PRAGMA cache_size = -65536")
         self._connection.create_function("asked_by", 1, _asked_by, deterministic=True)
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -153,6 +154,7 @@ class TraceFile:
                         connection.execute(statement)
                     connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
         found = self.meta().get("format")
+        # Never guessed at: a wrong reading would train on wrong steps.
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
@@ -192,6 +194,7 @@ class TraceFile:
         """Gives the connection inside a transaction that is committed at the end, or undone by an
         exception."""
         with self._lock, self._translated_errors():
+            # Not at the first write: two that have read could then both not write.
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection

@@ -172,12 +172,14 @@ class ClassEnvironment:
         """Returns the method's result, with `OVER` after the one that ends the episode. Raises
         `ToolError` for a body that does not fit and after the end, and any exception of the
         method."""
+        # The object may be closed inside, and would raise something obscure.
         if self._is_over:
             raise ToolError(OVER, code="episode-over")
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
         try:
             result = await own.tool.run(method, body, task, self._run_plain)
+        # A method may set `done` and raise at the same time.
         except Exception:
             self._is_over = await self._run_plain(self._says_done)
             raise
