@@ -1,4 +1,4 @@
-"""Python objects in place of names: settings hold a name, and the objects stand beside them for as
+"""Python objects in place of names: settings have a name, and the objects are at hand for as
 long as a run needs them.
 
 An object that can be imported gets its import path, so that any process finds it again. Any other
@@ -25,13 +25,13 @@ GIVEN: Final = "given:"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a run folder keeps of a given object.
+    """What a run folder records of an object.
 
     Record(argument="rewards", name="given:brief", qualified="__main__.brief", checksum="3f5a...")
     """
 
     argument: str
-    """The argument of `treegraft.train` that it was given by."""
+    """The argument of `treegraft.train` that it came by."""
     name: str
     """Its name in the settings."""
     qualified: str
@@ -53,9 +53,9 @@ class GivenObjects:
         """Returns the name of an object in settings: its import path where that leads to it.
 
         Args:
-            argument: the argument that it was given by.
+            argument: the argument that it came by.
             wrapped: what the name leads to in place of `value`; None for `value` itself.
-            stem: the name that is wanted; empty takes the object's own.
+            stem: the name that is wanted; empty for the object's own.
         """
         # By identity: equal objects may be of different runs.
         for name, known in self._originals.items():

@@ -96,7 +96,7 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
         self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
     ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics; stored trajectories are learned beside them, by their leaves' advantages. `spent`
+        metrics; stored trajectories are learned with them, by their leaves' advantages. `spent`
         is the share of the run's limit of calls or tokens, for a schedule."""
 
     def imitate(self, trees: Sequence[Tree], lr: float) -> float:
@@ -175,7 +175,7 @@ class Engine(Measured, Protocol):
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
-        `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""
+        `version`. Weights that it has already (the fingerprints are equal) need not be copied."""
 
     async def close(self) -> None: ...
 
@@ -202,8 +202,8 @@ class Tool(Protocol):
 
     Three further attributes may be there: `is_remote` (True: calls are retried where the service
     failed, and their rate is limited), `fingerprint` (a text that changes with anything that
-    results depend on beside the body: the results of a cacheable tool with one may be kept on disk
-    and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
+    results depend on beside the body: the results of a cacheable tool with one may be stored
+    on disk and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
     of the settings).
     """
 
@@ -259,14 +259,14 @@ class Environment(Protocol):
 
     Its other public methods, typed and with docstrings, are the agent's tools, except these, which
     may be missing: `get_reward()` returns the reward of the state in which the trajectory ended,
-    `fork()` a further object in the same state, `close()` frees what it holds. Every method may be
+    `fork()` a further object in the same state, `close()` frees its resources. Every method may be
     async; a plain one runs in a thread that belongs to the object and its forks, or without one
     where the class attribute `is_blocking` is False. The class attribute `capability` ("fork",
     "replay" or "none") says how a tree may branch over the state.
     """
 
     def reset(self, **row: Any) -> Any:
-        """Begins a task, and returns a text that the agent is shown beside the question; None for
+        """Begins a task, and returns a text that the agent reads after the question; None for
         nothing.
 
         Args:
@@ -321,9 +321,9 @@ class Signature:
     """
 
     schema: Mapping[str, Any]
-    """JSON schema of an object that holds the arguments."""
+    """JSON schema of an object of the arguments."""
     text_parameter: str | None = None
-    """The one argument that is a call's whole body as it stands; None where the body is the JSON
+    """The one argument that is a call's whole body; None where the body is the JSON
     object."""
 
     def requires(self, name: str) -> bool:
@@ -332,7 +332,7 @@ class Signature:
 
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
-        """Returns the signature of a tool that takes one text."""
+        """Returns the signature of a tool with one text."""
         described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
 
@@ -415,7 +415,7 @@ class Format(Protocol):
     def render_graft(
         self, values: Sequence[str | StepContent], max_tokens: int | None = None
     ) -> tuple[int, ...]:
-        """Returns steps of another agent as tokens that the policy is shown and must not write
+        """Returns steps of another agent as tokens that the policy reads and must not write
         itself.
 
         Args:
@@ -486,7 +486,7 @@ class TaskSampler(Protocol):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What it has learned from the updates so far, as JSON; a checkpoint keeps it."""
+        """What it has learned from the updates so far, as JSON; it is part of a checkpoint."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of a checkpoint, which is empty for a new run."""
@@ -575,7 +575,7 @@ class Explorer(Protocol):
     arrival.
 
     `explore.independent.Independent` has a default for every member; derive from it. An explorer
-    that begins rollouts below stored steps is a `Restarting` besides.
+    that begins rollouts below stored steps is a `Restarting` too.
     """
 
     @property
@@ -584,8 +584,8 @@ class Explorer(Protocol):
         is never asked."""
 
     expands: bool
-    """Whether `fill` may return `Expand` or `Retry`: the states between steps are then kept until
-    the tree is done, which takes a copy each of an environment that forks."""
+    """Whether `fill` may return `Expand` or `Retry`: the states between steps then stay until
+    the tree is done, a copy each of an environment that forks."""
     retries: bool
     """Whether `fill` may return `Retry`; the format has to be an `Opening` then."""
     begins_answers: bool
@@ -609,7 +609,7 @@ class Explorer(Protocol):
         step or after a graft."""
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns whether to open further children beside the step under way, below a step that has
+        """Returns whether to open further siblings of the step under way, below a step that has
         tool results.
 
         None and a `Branch` of 0 open none; the latter records the numbers that the rule saw.
@@ -667,7 +667,7 @@ class Tracker(Protocol):
     done all its work."""
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Update 0 is the state before the first. Warnings that stand are metrics
+        """Update 0 is the state before the first. Present warnings are metrics
         "health/NAME"."""
 
     def close(self) -> None:

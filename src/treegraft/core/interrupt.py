@@ -63,14 +63,14 @@ def _handling(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     # Python lets only the main thread set handlers, and signals reach no other; elsewhere the
-    # caller asks for stops.
+    # caller requests stops.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # One that is ignored stays so: `nohup` asks for that. None is a handler not set from Python.
+    # One that is ignored stays so: `nohup` wants that. None is a handler not set from Python.
     taken = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
     if signal.SIGINT in numbers and signal.SIGINT not in taken:
-        # A script's `&` has it ignored without anybody's having asked.
+        # A script's `&` has it ignored without anybody's wish.
         taken.append(signal.SIGINT)
     before = {one: signal.signal(one, handler) for one in taken}
     try:
@@ -180,7 +180,7 @@ class Stop:
             is_first = not self.is_asked
             is_ctrl_c = number == signal.SIGINT
             self._num_ctrl_c += is_ctrl_c
-            # The exit code tells the first signal, which is why the run ends.
+            # The exit code names the first signal, which is why the run ends.
             if is_first:
                 self.number = number
                 self.ask()

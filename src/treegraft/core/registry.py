@@ -1,4 +1,4 @@
-"""The registry of extensions: what recipes name beside the core's own parts.
+"""The registry of extensions: what recipes name apart from the core's own parts.
 
 An extension is a module with a function `register(registry)`, which registers objects, or their
 import paths "package.module:name", by the names that recipes use. Treegraft's own are listed in
@@ -96,7 +96,7 @@ class Brings(TypedDict, total=False):
 
     table: type
     """Settings of an explorer, a tool or tasks, as a class of `Settings` whose docstring is its
-    meaning. The table lies below [explore], [tools] or [tasks], has the entry's name, and an effect
+    meaning. The table is below [explore], [tools] or [tasks], has the entry's name, and an effect
     only if a recipe names the entry."""
     settings: Mapping[str, type | str]
     """Classes of settings, or their import paths, whose fields join the table of this dotted name,

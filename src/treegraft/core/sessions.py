@@ -66,8 +66,8 @@ class Session(Protocol):
         """Returns the present state as a point, which may be opened until the tree is done.
 
         Args:
-            is_wanted: asked when the state is about to change; once False, the point is never
-                opened, and the state need not be kept for it.
+            is_wanted: called when the state is about to change; once False, the point is never
+                opened, and the state need not stay for it.
         """
 
     async def rehearse(

@@ -54,9 +54,9 @@ class RunSettings(Settings):
     """The same for sampled tokens."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
-    # A count changes sums: law 12 holds for one.
+    # A count changes sums: law 12 is about one.
     num_threads: int | None = setting(None, ge=1, le=1024)
-    """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
+    """CPU threads for torch; None leaves torch's own choice. Reproducibility is promised for one
     count."""
 
     def spent(self, done: tuple[int, int]) -> dict[str, float]:
@@ -112,7 +112,7 @@ class EvalSettings(Settings):
     at_end: bool = setting(True, resumable=True, ignored_by_eval=True)
     """Evaluate after the last update."""
     greedy: bool = setting(True, same_answers=True)
-    """Measure eval/accuracy: one greedy trajectory per task. `treegraft eval suite` takes this one
+    """Measure eval/accuracy: one greedy trajectory per task. `treegraft eval suite` uses this one
     where it is on, else the sampled ones."""
     num_samples: int = setting(1, ge=0, same_answers=True)
     """Sampled trajectories per task, for eval/accuracy_sampled and eval/pass_at_k with k up to
@@ -121,15 +121,15 @@ class EvalSettings(Settings):
     temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"), same_answers=True)
     """Temperature of the sampled trajectories; 1 measures the policy itself."""
     top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
-    """Sample from the so many most likely tokens; 0 takes all. First of the two limits."""
+    """Sample from the so many most likely tokens; 0 for all. First of the two limits."""
     top_p: float = setting(1.0, gt=0, le=1, idle_unless=when("eval.num_samples"))
-    """Sample from the fewest tokens that have this probability together, after `top_k`; 1 takes
+    """Sample from the fewest tokens that have this probability together, after `top_k`; 1 for
     all."""
     repetition_penalty: float = setting(1.0, gt=0)
-    """Divides the positive logits of tokens that the path already holds, and multiplies the
+    """Divides the positive logits of tokens that are on the path already, and multiplies the
     negative ones; in greedy trajectories too. 1 for none."""
     max_completion_tokens: int | None = setting(None, ge=1, follows=True)
-    """As in [rollout]; None takes its value."""
+    """As in [rollout]; None for the value there."""
 
 
 class CheckpointSettings(Settings):
@@ -137,7 +137,7 @@ class CheckpointSettings(Settings):
     """Write a checkpoint after each so many updates, and at the end; 0: at the end alone, and
     where a run is interrupted."""
     keep: int = setting(2, ge=1, resumable=True)
-    """How many of the latest to keep; the best by held-out accuracy is kept besides."""
+    """How many of the latest to keep; the best by held-out accuracy stays too."""
 
 
 class TrackSettings(Settings):
@@ -150,7 +150,7 @@ class TrackSettings(Settings):
     keep_trees: int | None = setting(
         None, ge=1, idle_unless=when("track.record_trees"), resumable=True, ignored_by_eval=True
     )
-    """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
+    """The latest updates whose trees stay, for long runs; those of evaluations stay. None for
     all."""
 
 
@@ -222,7 +222,7 @@ def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, .
 if TYPE_CHECKING:
     LEFT_OUT: tuple[str, ...] = ()
 else:
-    # Settings of extensions are declared beside the code that reads them.
+    # Settings of extensions are declared next to the code that reads them.
     Config, LEFT_OUT = _with_extensions(Config)
     for _found in walk(Config):
         if _found.table is not None and _found.table.__module__ == __name__:

@@ -78,7 +78,7 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
-    # Its vocabulary holds the tasks' words and tags alone.
+    # Its vocabulary is the tasks' words and tags alone.
     if config.format.kind == "chat":
         yield Contradiction(
             ("format.kind", "model.path"),
@@ -311,7 +311,7 @@ def check(
 
 
 def check_context(config: Config, limit: int) -> list[Contradiction]:
-    """Returns a contradiction where no prompt fits beside a completion; `limit` is the most tokens
+    """Returns a contradiction where no prompt fits in with a completion; `limit` is the most tokens
     that the model reads in all."""
     name, wanted = longest_completion(config)
     text = (

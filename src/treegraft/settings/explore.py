@@ -188,7 +188,7 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
-    # The simplest method by default, so that a method is always asked for.
+    # The simplest method by default, so that a method is always a choice.
     explorers: list[str] = setting(["independent"], min_length=1, seam="explorer")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that extensions bring, or import paths "package.module:Explorer". Starts
@@ -228,7 +228,7 @@ class GrowSettings(Settings):
     """Reward from which a trajectory is worth keeping."""
     # A size that is searched exactly in a few milliseconds.
     capacity: int = setting(20_000, ge=1)
-    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
+    """Most traces of the agent's own; past it the oldest policy's go first, of these the
     least rewarded."""
 
 
@@ -238,7 +238,7 @@ _asks_a_model = Condition(
 
 
 def _building(default: Any, **facts: Any) -> Any:
-    """A setting that `treegraft buffer build` alone takes notice of."""
+    """A setting that only `treegraft buffer build` reads."""
     return setting(default, only_for="buffer build", **facts)
 
 
@@ -257,9 +257,9 @@ class BuildSettings(Settings):
     """Attempts per task (RAPO's N)."""
     # RAPO, app. C.3.
     num_best: int = setting(5, ge=1)
-    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    """Trajectories stored per task, the best by reward (RAPO's K)."""
     min_reward: float = 0.0
-    """Only trajectories with a reward above this are kept."""
+    """Only trajectories with a reward above this are stored."""
     num_tasks: int | None = _building(None, ge=1)
     """Training tasks that are answered, the first ones; None for all."""
     temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_model)
@@ -283,8 +283,8 @@ class BufferSettings(Settings):
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
     are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
     the run makes its own buffer, "expert": the tasks' scripted expert solves the training tasks
-    before the first update, or "self": empty at first, it holds the agent's own best trajectories
-    alone (`buffer.grow`)."""
+    before the first update, or "self": empty at first, then the agent's own best trajectories alone
+    (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
     """Filling a buffer with the trajectories of an agent."""
     encoder: str = setting("minilm", acts="reads")
@@ -294,7 +294,7 @@ class BufferSettings(Settings):
     # The paper does not say; "skip" never shows the agent an answer.
     terminal: Literal["skip", "exclude", "allow"] = setting("skip", idle_unless=with_graft)
     """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
-    "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
+    "exclude" uses the nearest of the others, "allow" uses it (a reading of the paper; it leaks
     answers of the training tasks)."""
     # On, as in RAPO, whose buffer is made of the training tasks.
     allow_same_task: bool = True

@@ -146,13 +146,13 @@ def _refuse(overrides: Sequence[str], ignored: tuple[str, ...], reason: str) -> 
 
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
-    """Refuses overrides that an evaluating command takes no notice of."""
+    """Refuses overrides that an evaluating command ignores."""
     reason = f"`treegraft {command}` neither trains nor branches; give it to `treegraft train`"
     _refuse(overrides, settings_with("ignored_by_eval"), reason)
 
 
 def refuse_foreign(overrides: Sequence[str], command: str) -> None:
-    """Refuses overrides that only another command takes notice of."""
+    """Refuses overrides that only another command reads."""
     for name in settings_with("only_for"):
         owner = tables_and_settings()[name.rstrip(".")].facts.only_for
         if owner != command:
@@ -170,7 +170,7 @@ def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
 
 def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
     data, overlay = read_recipe(path)
-    # Also where it is not asked for: a recipe is right as a whole or not at all.
+    # Also without --smoke: a recipe is right as a whole or not at all.
     if unknown := list(unknown_settings(overlay or {})):
         name, value = unknown[0]
         raise SettingError(
@@ -304,7 +304,7 @@ def default_of(config: Config, name: str) -> Any:
 
 @functools.cache
 def _defaults() -> Config:
-    """The default configuration; it is frozen, and takes a while to make."""
+    """The default configuration; it is frozen, and slow to make."""
     return Config()
 
 

@@ -43,7 +43,7 @@ class Answer:
 
 @functools.cache
 def answers() -> tuple[Answer, ...]:
-    """Returns the answers that the package holds, in the order of its file."""
+    """Returns the answers of the package, in the order of its file."""
     path = files("treegraft.settings") / "names.toml"
     return answers_of(path.read_text(encoding="utf-8"))
 

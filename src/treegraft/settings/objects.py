@@ -60,11 +60,11 @@ def with_objects(
     """Returns the settings with the objects' names in place, and the objects by these names.
 
     Args:
-        source: as `load_config` takes it; in a dict, functions and classes may stand where settings
-            take import paths.
+        source: as `load_config` takes it; in a dict, functions and classes may replace import
+            paths.
         objects: by the arguments of `treegraft.train`; None counts as not given.
         overrides: as `load_config` takes them.
-        replaces: an object takes the place of what the settings say; otherwise the two must agree.
+        replaces: an object replaces what the settings say; otherwise the two must agree.
 
     Raises:
         SettingError: an object of the wrong kind, one for a setting that the source has too, or
@@ -76,7 +76,7 @@ def with_objects(
         source = _named(source, given, "")
     settings: dict[str, Any] = {}
     for argument, value in objects.items():
-        # Most often a setting that was given as an argument.
+        # Most often a setting in place of an argument.
         if argument not in _ARGUMENTS:
             known = Objects.__annotations__
             raise SettingError(
@@ -152,7 +152,7 @@ def _tasks(value: Any, given: GivenObjects) -> dict[str, Any]:
 
 
 def _held_out(value: Any, given: GivenObjects) -> dict[str, Any]:
-    """The tasks of an evaluation, all of which are asked."""
+    """The tasks of an evaluation, all of which are run."""
     if isinstance(value, Mapping):
         value = next((value[name] for name in HELD_OUT if name in value), value)
     if hasattr(value, "eval_tasks") or callable(value):

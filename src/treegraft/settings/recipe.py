@@ -21,8 +21,8 @@ MOST_BASES = 4
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Returns the settings of a recipe, and the overlay of its smoke test; None without one.
 
-    `base = "other.toml"` takes the tables of another recipe and puts those of this one over them: a
-    file named from the folder of this recipe, or else the name of a shipped one. `[smoke]` holds
+    `base = "other.toml"` reads the tables of another recipe and puts those of this one over them: a
+    file named from the folder of this recipe, or else the name of a shipped one. `[smoke]` has
     the settings that differ in a smoke test, as tables of the same names. `$RECIPE_DIR` at the
     beginning of a text is the recipe's folder.
 

@@ -55,7 +55,7 @@ def with_choices(config: _Settings, before: Settings | None = None) -> _Settings
         before: the configuration of the run that goes on, which has chosen already; None chooses.
     """
     for name, choice in registered("choice").items():
-        # A choice belongs to a machine, so a resumed run keeps the first one.
+        # A choice belongs to a machine, so a resumed run stays with the first one.
         if value_of(config, name) == "auto":
             value = value_of(before, name) if before else choice.load()(config)
             config = with_value(config, name, value)
@@ -143,7 +143,7 @@ address or listens at one, or does "nothing". That of a value without a declarat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
+    """Facts about a setting, or all settings of a table, apart from type, limits and meaning."""
 
     seam: str = ""
     """The seam of the registry whose names it takes besides import paths; empty for a setting
@@ -163,9 +163,9 @@ class Facts:
     """Its default as a function of the whole configuration, taken while loading; the default of the
     field is that of the default configuration."""
     only_for: str = ""
-    """The one command that takes notice of it; empty for all that train."""
+    """The one command that reads it; empty for all that train."""
     follows: bool = False
-    """At None it takes the value of the setting of its name elsewhere, which the bare name
+    """At None it has the value of the setting of its name elsewhere, which the bare name
     means."""
     retrieval_source: bool = False
     """Decides whose steps are retrieved."""
@@ -191,7 +191,7 @@ def setting(
     """
     field: FieldInfo = Field(default, ge=ge, gt=gt, le=le, lt=lt, min_length=min_length)
     conditions = (idle_unless,) if isinstance(idle_unless, Condition) else idle_unless
-    # Pydantic keeps metadata that it does not know.
+    # Pydantic leaves metadata alone that it does not know.
     field.metadata.append(Facts(idle_unless=conditions, **facts))
     return field
 
@@ -207,7 +207,7 @@ class Setting:
     """Dotted, from the root."""
     field: FieldInfo
     above: tuple[Facts, ...]
-    """Facts of the tables that it stands in, from the root down."""
+    """Facts of the tables above it, from the root down."""
 
     @property
     def table(self) -> type[Settings] | None:

@@ -37,9 +37,9 @@ class ToolsSettings(Settings):
     max_output_chars: int = setting(2000, ge=16)
     """Output cap of one call, in characters."""
     cache: bool = True
-    """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    """Answer repeated calls of cacheable tools from memory; errors are never stored."""
     cache_path: str = setting("", acts="writes", idle_unless=when("tools.cache"))
-    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
+    """SQLite file with results of cacheable tools and a fingerprint; variables are expanded;
     empty for none."""
     max_concurrent: int = setting(16, ge=1)
     """Calls under way at once."""
@@ -62,7 +62,7 @@ class EnvironmentSettings(Settings):
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
-    "auto" takes the class's own declaration."""
+    "auto" is the class's own declaration."""
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for making and resetting, copying, or asking for the reward, in seconds; calls
     have tools.deadline_s."""

@@ -1,4 +1,4 @@
-"""Unknown settings: which a recipe holds, and what to write instead."""
+"""Unknown settings: those of a recipe, and what to write instead."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 CHUNK = 256
 """Traces that are embedded and committed together."""
 _PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
-"""A text whose vector is kept, to recognise an encoder that changed under its name."""
+"""A text whose vector is stored, to recognise an encoder that changed under its name."""
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
 _SAME = 0.999
 """Cosine from which two vectors of the probe count as the same encoder's, whatever the machine."""
@@ -89,7 +89,7 @@ class TraceBuffer:
             path: its file; ":memory:" for a buffer of this process alone, gone once it is closed.
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
-            is_frozen: it is only read, without a file beside it.
+            is_frozen: it is only read, without a file of locks.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -165,7 +165,7 @@ class TraceBuffer:
         return theirs, dim, vector
 
     def _catch_up(self, table: RowTable) -> None:
-        """Appends the traces that the file holds beyond the table's last row: this process's
+        """Appends the traces in the file beyond the table's last row: this process's
         additions, and those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
@@ -466,7 +466,7 @@ class TraceBuffer:
                 leftover.unlink()
 
     def fold(self) -> None:
-        """Makes the file whole without another beside it, so that it can be renamed. Raises
+        """Makes the file whole without its log, so that it can be renamed. Raises
         DataError: that failed, as on a full disk."""
         self._file.fold()
 
@@ -490,7 +490,7 @@ class TraceBuffer:
                 self._encoder = build_encoder(self.encoder_name)
             encoder = self._encoder
             if not self._is_checked:
-                # The name may stand for other weights by now: a folder trained on, a hub id moved.
+                # The name may mean other weights by now: a folder trained on, a hub id moved.
                 fits = encoder.dim == self.dim
                 cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
                 if cosine < _SAME:

@@ -28,7 +28,7 @@ OUTAGES = 32
 """Attempts in a row that could not reach the agent, or ended at a refused reply, after which the
 build ends."""
 NUM_EXAMPLES = 3
-"""Refused replies that are shown."""
+"""Refused replies in the report."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class BuildReport(StoredCounts):
     reward_sum: float = 0.0
     num_scored: int = 0
     num_calls: int = 0
-    """Tool calls of all attempts, kept or not."""
+    """Tool calls of all attempts, stored or not."""
     num_requests: int = 0
     """Replies of a server."""
     num_read: int = 0
@@ -88,7 +88,7 @@ class BuildReport(StoredCounts):
 
     @property
     def mean_reward(self) -> float | None:
-        """Over all scored attempts, kept or not; None before the first."""
+        """Over all scored attempts, stored or not; None before the first."""
         return self.reward_sum / self.num_scored if self.num_scored else None
 
 
@@ -165,7 +165,7 @@ class _Builder:
                 if len(report.refused) < NUM_EXAMPLES:
                     report.refused.setdefault(attempt.error or "", attempt.refused)
             is_in_vain = attempt.is_outage or attempt.refused is not None
-            # In a row: one reply shows that the agent is there.
+            # In a row: one reply proves that the agent is there.
             self.num_in_vain = self.num_in_vain + 1 if is_in_vain else 0
             if self.num_in_vain >= OUTAGES:
                 raise EngineError(
@@ -207,7 +207,7 @@ class _Builder:
         return kept
 
     def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
-        """Returns the steps of the kept trajectories that hold any text."""
+        """Returns the steps of the kept trajectories that have any text."""
         traces: list[Trace] = []
         for sample, attempt, reward in kept:
             split = split_steps(

@@ -59,14 +59,14 @@ def read_demonstrations(
     """Returns the trajectories of a Step-Trace Buffer or a JSONL file that [warmup] asks for.
 
     Of a buffer, those of `tasks` whose steps are all there: a trajectory with a step missing or
-    kept as text alone, or without an answer at its end, is left out. They are in the order of
+    stored as text alone, or without an answer at its end, is left out. They are in the order of
     source, task and name, and of a file in that of its lines; with warmup.num_best, task by task
     and the best first.
 
     Args:
-        tasks: those that the trajectories of a buffer may be of; a file holds its own questions.
+        tasks: those that the trajectories of a buffer may be of; a file has its own questions.
         has_environment: of the tasks: a trajectory then may end without an answer, and its question
-            is what the environment showed, as the buffer keeps it.
+            is the environment's first observation, as stored.
 
     Raises:
         DataError: the file cannot be read, a row lacks a reward that is asked for, or no trajectory
@@ -115,7 +115,7 @@ def _best(
         groups.setdefault(repr(one.task.conversation()), []).append((one.reward, one))
     kept: list[Stored] = []
     for group in groups.values():
-        # Sorting keeps the order of the file among equals.
+        # Sorting preserves the order of the file among equals.
         group.sort(key=lambda item: (-item[0], len(item[1].steps)))
         kept += [one for _, one in group[:num_best]]
     if surplus := len(found) - len(kept):

@@ -72,7 +72,7 @@ class ImportReport(StoredCounts):
     """Counts of an import."""
 
     num_trajectories: int = 0
-    """Read, kept or not."""
+    """Read, stored or not."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -106,10 +106,10 @@ def import_files(
     """Adds the trajectories of files and run folders to the buffer, each file in one go.
 
     Args:
-        source: which agent wrote them; None takes the name of each file or folder.
-        num_best: trajectories kept of each task of a file, the best by reward, ties broken by the
-            seed; rows without a task id are all kept.
-        min_reward: only trajectories with a reward above it are kept.
+        source: which agent wrote them; None for the name of each file or folder.
+        num_best: trajectories stored of each task of a file, the best by reward, ties broken by the
+            seed; rows without a task id are all stored.
+        min_reward: only trajectories with a reward above it are stored.
 
     Raises:
         DataError: a path with nothing there to read.
@@ -150,7 +150,7 @@ def check_paths(paths: Sequence[Path]) -> None:
             )
         if path.is_dir() and not _parts(path):
             raise DataError(
-                f"folder '{path}' holds no trees of updates; expected the folder of a run that"
+                f"folder '{path}' has no trees of updates; expected the folder of a run that"
                 " recorded its trees",
                 code="import-folder-invalid",
             )

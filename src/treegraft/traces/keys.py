@@ -58,7 +58,7 @@ def value_text(value: str | StepContent) -> str:
 
 
 def says_something(content: StepContent) -> bool:
-    """Returns whether a step holds any text; one without is of no use as a trace."""
+    """Returns whether a step has any text; one without is of no use as a trace."""
     return bool(step_lines(content)) or bool((content.answer or "").strip())
 
 
@@ -95,7 +95,7 @@ def split_steps(
             terminal=content.answer is not None,
             trajectory=trajectory,
             policy_version=policy_version,
-            # A key has single spaces; the warm-up asks the question as it was.
+            # A key has single spaces; the warm-up has the question as it was.
             question="" if position or question == key else question,
         )
         traces.append(trace)

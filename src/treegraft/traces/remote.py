@@ -36,7 +36,7 @@ Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
 """Sends an order for a tree, which JSON can hold, to any `TreeHost`, and returns its reply; also
 gets the tree's name, for errors."""
 NUM_STATES = 2
-"""States of the buffer that have files and that a host holds open: those of this update's trees and
+"""States of the buffer that have files and that a host has open: those of this update's trees and
 of the update before."""
 _COUNTS = ("num_grafts_without_room", "num_untrue_stored", "num_failed_stored")
 """What a `Grower` counts."""
@@ -152,7 +152,7 @@ def _is_of_evaluations(explorer: Explorer) -> bool:
 
 class TreeHost:
     """Grows the trees that a run in another process orders: it writes prompts, runs tools and
-    scores, and asks an engine for tokens."""
+    scores, and requests tokens of an engine."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -165,7 +165,7 @@ class TreeHost:
     async def opened(
         cls, config: Config, engine: Engine, *, model_path: Path | str | None = None
     ) -> AsyncIterator[Self]:
-        """Holds a host with all that trees need beside an engine.
+        """Opens a host with all that trees need apart from an engine.
 
         Args:
             engine: stays its owner's to close.

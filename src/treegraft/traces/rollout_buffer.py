@@ -1,4 +1,4 @@
-"""The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or a copy
+"""The Step-Trace Buffer that rollouts retrieve from: a file that is read in its place, or a copy
 that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ scripted expert, or the agent's own trajectories alone."""
 BufferReader = Literal["explorer", "lessons", "warmup"]
 """What reads it: an explorer that retrieves, the loss on stored successes, the warm-up."""
 OWN_FILE = Path("buffer") / "traces.sqlite"
-"""Where a run keeps its copy."""
+"""The place of a run's copy."""
 BUFFER = "buffer"
-"""Its name among the inputs of a resume, wherever it lies."""
+"""Its name among the inputs of a resume, wherever it is."""
 OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
@@ -52,7 +52,7 @@ NUM_CHECKED = 8
 def may_retrieve(config: Config) -> bool:
     """Returns whether the explorers of a recipe retrieve, as far as that is known without them."""
     explorers = config.explore.explorers
-    # A user's own explorer may; it cannot be asked before it is built.
+    # A user's own explorer may; it cannot answer before it is built.
     is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
     return bool(retrieving(explorers)) or is_asked
 
@@ -112,7 +112,7 @@ def _noted(record: Path) -> str:
 class RolloutBuffer:
     """The buffer that rollouts retrieve from; none if the recipe's explorers do not retrieve.
 
-    One that is only read is opened where it lies. One that is made or grown is a copy: in `folder`,
+    One that is only read is opened in its place. One that is made or grown is a copy: in `folder`,
     where a resumed run rolls it back to its checkpoint, or in a temporary one.
     """
 
@@ -128,7 +128,7 @@ class RolloutBuffer:
 
         Args:
             source: the tasks, whose expert can fill the buffer.
-            folder: of the run, which keeps a copy there; the original is then no longer needed.
+            folder: of the run, which has a copy there; the original is then no longer needed.
             saved: a copy that was saved with the weights to go on from; None to begin anew.
 
         Raises:
@@ -156,7 +156,7 @@ class RolloutBuffer:
 
     @property
     def _is_open(self) -> bool:
-        """Whether it is held while trees grow."""
+        """Whether it is open while trees grow."""
         return bool(self.readers - {"warmup"})
 
     @property
@@ -183,7 +183,7 @@ class RolloutBuffer:
 
     @property
     def file(self) -> Path:
-        """Where it lies: the copy, which is not there before `build`, or the file that buffer.path
+        """Its place: the copy, which is not there before `build`, or the file that buffer.path
         names."""
         has_own = self._is_made or (self.is_own and self._own.exists())
         return self._own if has_own else named_file(self._config)
@@ -356,7 +356,7 @@ class RolloutBuffer:
             )
 
     def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json, where the buffer lies, into the run's folder when the run begins."""
+        """Writes buffer.json, the buffer's place, into the run's folder when the run begins."""
         if self.folder is None or (place := self.folder / "buffer.json").exists():
             return
         note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
@@ -402,7 +402,7 @@ def own_traces(
     """Returns the traces of each tree's best completed trajectories, those steps that the policy
     itself sampled; none of one without such a step.
 
-    Ties go to the one that stands first in the tree.
+    Ties go to the one that is first in the tree.
     """
     found: list[tuple[Trace, ...]] = []
     for tree in trees:

@@ -24,7 +24,7 @@ class Rows:
     vectors: npt.NDArray[np.float32]
     """[rows, dim] of unit length."""
     terminal: Mask
-    """[rows] holds the final answer."""
+    """[rows] contains the final answer."""
     tasks: npt.NDArray[np.int32]
     """[rows] number of the task; of one without an id, of its question."""
     live: Mask

@@ -60,7 +60,7 @@ CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
 IN_MEMORY = Path(":memory:")
-"""A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
+"""A path that to SQLite is no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
 """Of a trajectory: its source, task and name."""
 
