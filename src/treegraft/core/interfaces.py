@@ -202,9 +202,9 @@ class Tool(Protocol):
 
     Three further attributes may be there: `is_remote` (True: calls are retried where the service
     failed, and their rate is limited), `fingerprint` (a text that changes with anything that
-    results depend on beside the body: the results of a cacheable tool with one may be stored
-    on disk and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
-    of the settings).
+    results depend on besides the body: the results of a cacheable tool with one may be stored on
+    disk and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of
+    that of the settings).
     """
 
     name: str
