@@ -292,18 +292,6 @@ def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], about: str
         load_config(tiny(sampler=sampler, **more))
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["sampler.temperature=0.3"],
-        ["sampler.kind=epochs", "sampler.num_references=3"],
-    ],
-)
-def test_settings_without_effect_are_refused(typed: list[str]) -> None:
-    with raises_code("override-idle"):
-        load_config(tiny(), typed)
-
-
 def test_references_count_as_rollouts_and_in_no_mean() -> None:
     learned = tree_of("a", [1.0, 0.0])
     reference = tree_of("b", [0.0, 0.0, 0.0])

@@ -17,7 +17,6 @@ from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools import toolbox
-from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
 TASK = Task(id="t/1", question="?", reference=())
@@ -171,17 +170,6 @@ def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Pat
     damaged.write_bytes(b"no database, but long enough to be looked at" * 99)
     with raises_code("cache-not-opened"):
         box_of(Service(echo), cache_path=str(damaged))
-
-
-def test_functions_say_that_they_are_remote() -> None:
-    def fetch(text: str) -> str:
-        """Fetches."""
-        return text
-
-    fetch.is_remote = True
-    fetch.fingerprint = "v3"  # type: ignore[attr-defined]
-    tool = FunctionTool(fetch)
-    assert (tool.is_remote, tool.fingerprint) == (True, "v3")
 
 
 # Faults

@@ -538,13 +538,3 @@ def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
 def test_wrong_entries_are_explained(user_module: str, entry: str, code: str) -> None:
     with raises_code(code):
         build_tools(ToolsSettings(use=[entry]), [])
-
-
-def test_a_name_that_the_tasks_take_is_refused(user_module: str) -> None:
-    with raises_code("tools-same-name"):
-        build_tools(
-            ToolsSettings(use=[f"{user_module}:lookup"]),
-            [Fake(returning("")._run_body, name="lookup")],
-        )
-    with raises_code("tools-same-name"):
-        build_tools(ToolsSettings(use=[f"{user_module}:lookup"] * 2), [])

@@ -437,12 +437,6 @@ def test_vectors_that_are_none_are_refused(tmp_path: Path) -> None:
             buffer.add([trace(0, key="bad")])
 
 
-def test_a_misspelt_encoder_leaves_no_file(tmp_path: Path) -> None:
-    with raises_code("unknown-encoder"):
-        TraceBuffer(tmp_path / "b", "hashin")
-    assert list(tmp_path.iterdir()) == []
-
-
 def foreign(path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE notes (text)")
