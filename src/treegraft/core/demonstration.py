@@ -106,7 +106,7 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
     place = f"the expert of the tasks, asked about task '{task.id}'"
     try:
         found = source.expert(task, seed)
-        steps = None if found is None else tuple(found)
+        steps: tuple[Any, ...] | None = None if found is None else tuple(found)
     # Of a tool of ours that the expert calls: it says itself what is wrong.
     except TreegraftError:
         raise

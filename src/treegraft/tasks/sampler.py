@@ -62,9 +62,8 @@ def draw_tasks(
         epoch, place = divmod(position, len(tasks))
         if epoch not in orders:
             # A function of seed and epoch alone, so that a resumed run needs no generator's state.
-            orders[epoch] = sorted(
-                range(len(tasks)), key=lambda n, of=epoch: keyed_int(seed, "epoch", of, n)
-            )
+            keys = {n: keyed_int(seed, "epoch", epoch, n) for n in range(len(tasks))}
+            orders[epoch] = sorted(keys, key=keys.__getitem__)
         task = tasks[orders[epoch][place]]
         # Left out rather than replaced: `first` counts places, not tasks.
         if task.id not in without:

@@ -111,8 +111,10 @@ class ClassEnvironments:
         # One for each method: of two whose tools have one name, the toolbox refuses the second.
         self.tools: list[Tool] = []
         for one in methods:
-            shown = (one.tool.name, one.tool.description)
-            self.tools.append(EnvironmentTool(*shown, self.capability, one.tool.signature))
+            tool = one.tool
+            self.tools.append(
+                EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
+            )
         # Before the run: no object is made until the first trajectory.
         try:
             inspect.signature(self.made).bind(**settings.options)
