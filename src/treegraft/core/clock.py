@@ -12,6 +12,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        # Of all threads: a busy machine stretches seconds, not these.
         self._cpu_began = time.process_time()
         self._parts: dict[str, float] = {}
 

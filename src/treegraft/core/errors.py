@@ -120,6 +120,7 @@ def first_cause() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         # The reader wants the cause.
+        # Ours, since the others were most often cancelled by its failure.
         cause: BaseException | None = group.split(TreegraftError)[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]

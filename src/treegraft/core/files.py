@@ -179,6 +179,7 @@ class LineFile:
         without a file."""
         if self.path.exists():
             with self.path.open("rb") as file:
+                # In bytes: a cut-off line may end within a character.
                 for number, line in enumerate(file, start=1):
                     # A last line without its end is the trace of a crash.
                     if line.endswith(b"\n"):
@@ -231,6 +232,7 @@ def code_checksum() -> str:
     # It tells versions apart; nobody has a reason to forge it.
     digest = hashlib.blake2b(digest_size=8)
     root = Path(__file__).parents[1]
+    # Sorted: file systems list in orders of their own.
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

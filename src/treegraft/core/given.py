@@ -133,6 +133,7 @@ def _own_name(value: Any) -> str:
 
 def _unwrapped(value: Any) -> Any:
     """The function behind partial ones."""
+    # Partials have no name and no source.
     while isinstance(value, functools.partial):
         value = value.func
     return value
@@ -146,6 +147,7 @@ def _qualified(value: Any) -> str:
 
 def _checksum(value: Any) -> str:
     value = _unwrapped(value)
+    # Rows: their contents decide what a run learns.
     if isinstance(value, Sequence | Mapping):
         text = json.dumps(value, default=repr, sort_keys=True)
     else:

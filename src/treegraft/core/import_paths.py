@@ -176,6 +176,7 @@ def imported(path: str) -> Any:
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}",
             code="import-failed",
         ) from error
+    # Step by step, to name the part that is missing.
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise SettingError(

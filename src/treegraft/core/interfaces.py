@@ -354,6 +354,7 @@ class Signature:
         """
         if (parameter := self.text_parameter) is not None:
             return {parameter: body} if body.strip() or self.requires(parameter) else {}
+        # The agent reads it, so it says what to write.
         needs = f"{name} needs a JSON object of its arguments"
         arguments = read_json(body, needs) if body.strip() else {}
         if not isinstance(arguments, dict):

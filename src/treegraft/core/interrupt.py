@@ -72,6 +72,7 @@ def _handling(
     if signal.SIGINT in numbers and signal.SIGINT not in taken:
         # A script's `&` has it ignored without anybody's wish.
         taken.append(signal.SIGINT)
+    # Handlers nest: a run within a command has both.
     before = {one: signal.signal(one, handler) for one in taken}
     try:
         yield

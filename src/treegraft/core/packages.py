@@ -32,6 +32,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, str]]] = {
 
 def is_installed(module: str) -> bool:
     """Returns whether a module can be found; only its parents are imported."""
+    # A parent that cannot be imported is as good as missing.
     with contextlib.suppress(ImportError, ValueError):
         return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
     return False

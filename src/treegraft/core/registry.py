@@ -308,6 +308,7 @@ def find(name: str, core: Mapping[str, Any], seam: str, setting: str) -> Any:
     Raises:
         SettingError: as `pick`; or the extension's import path leads to nothing.
     """
+    # An extension never has a name of the core, which was refused.
     found = pick(name, {**core, **registered(seam)}, setting)
     return found.load() if isinstance(found, Entry) else found
 

@@ -14,6 +14,7 @@ TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
     lists, arrays and records."""
+    # First: most tools return text.
     if isinstance(result, str):
         return result
     if result is None:

@@ -285,12 +285,14 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
 
 def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) -> None:
     """Raises DataError for a source without a usable row, naming the likeliest reason."""
+    # An empty file has no columns to compare either.
     if defects.num_rows == 0:
         raise DataError(
             f"'{spec}' has no rows; expected one question per row", code="no-rows-in-file"
         )
     for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
+        # A column that some rows have is a defect of the others.
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"

@@ -118,6 +118,7 @@ def completion_messages(trajectory: Trajectory, written_text: WrittenText) -> li
     texts = _own_texts(trajectory, written_text)
     messages: list[dict[str, Any]] = []
     for step in trajectory.steps[1:]:
+        # A graft is another agent's turn, which is not to be rewarded.
         if step.id not in texts:
             continue
         content = step.content
@@ -236,4 +237,5 @@ class Arguments:
 
 def _scores(returned: Sequence[Any]) -> list[Any]:
     """The scores among what a function of verl's returned, which may say more in a dict."""
+    # verl takes the entry "score" of a dict, and logs the others.
     return [one.get("score", one) if isinstance(one, Mapping) else one for one in returned]

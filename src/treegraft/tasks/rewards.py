@@ -281,6 +281,7 @@ class RewardScorer:
                 total += weight * reward
         if isinstance(is_correct, str):
             return _fail(leaf, f"the check of the answer failed on task '{task_id}': {is_correct}")
+        # Without a reward a leaf would count as 0, and teach.
         if not parts:
             fault = f"no reward function applies to task '{task_id}'; has it a reference?"
             if any(name == "environment" for name, _, _ in self._functions):

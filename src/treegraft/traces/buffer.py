@@ -200,6 +200,7 @@ class TraceBuffer:
             check_trace(trace, number)
         num_new = 0
         with self._writing:
+            # A kill loses one chunk, however many traces there are.
             for first in range(0, len(listed), CHUNK):
                 num_new += self._add_chunk(listed[first : first + CHUNK], update)
         return num_new
@@ -290,6 +291,7 @@ class TraceBuffer:
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=): got one text, expected a list", code="keys-one-text")
+        # Without traces the encoder need not be loaded.
         if not len(keys) or not len(self):
             return [[] for _ in keys]
         vectors = self._encode(keys)

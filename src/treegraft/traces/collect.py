@@ -135,6 +135,7 @@ class _Builder:
             return unfit * self.settings.num_samples, None
         made = list(await asyncio.gather(*map(attempt, range(self.settings.num_samples))))
         answered = [one for one in made if one.error is None]
+        # Nothing to score, and a tree needs a leaf.
         if not answered:
             return made, None
         contents = [one.contents for one in answered]
@@ -254,6 +255,7 @@ async def build_traces(
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
     began = time.process_time()
     loop = asyncio.get_running_loop()
+    # Before the done ones are left out, so that a second build adds none.
     tasks = tasks[: settings.num_tasks]
     done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]

@@ -220,6 +220,7 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
     else:
         raise ValueError("neither messages, conversations, steps, text nor output")
     reward = None if row.get("reward") is None else float(row["reward"])
+    # JSON of Python has NaN, and no trajectory is better or worse than it.
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, expected a finite number")
     task_id = row.get("task_id")
@@ -381,6 +382,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             else:
                 read_tags()
                 steps.append(answer)
+        # Search-R1 and others write results as the user's turns.
         elif role == "user" and tagged:
             result = text.strip().removeprefix("<information>").removesuffix("</information>")
             tagged.append(text if "<result>" in text else f"<result>{result}</result>")

@@ -123,6 +123,7 @@ def read_trajectory(
         return "with a step that is kept as text alone"
     if [one.position for one in traces] != list(range(len(traces))):
         return "with a step missing"
+    # Imitated, it would teach to stop without one.
     if steps[-1].answer is None and not has_environment:
         return "without an answer at the end"
     return task, steps

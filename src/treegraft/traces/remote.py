@@ -207,6 +207,7 @@ class TreeHost:
         """The grower of one tree, whose counts are that tree's."""
         parts = self._parts
         config = parts.config
+        # Once: it is pure, so all trees may share it.
         if order["explores"] and self._explorer is None:
             self._explorer = build_explorer(
                 config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty

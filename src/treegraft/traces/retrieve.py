@@ -54,6 +54,7 @@ class BufferRetriever:
         self.buffer = buffer
         self._settings = settings
         self._is_tried = is_tried
+        # The paper's top 1, except where the first may prove untrue.
         self._num_nearest = NUM_TRIES if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         # With overlap the thread of retrievals counts while an update's counts are taken.

@@ -51,6 +51,7 @@ NUM_CHECKED = 8
 
 def may_retrieve(config: Config) -> bool:
     """Returns whether the explorers of a recipe retrieve, as far as that is known without them."""
+    # By the settings: checks need the answer before anything is built.
     explorers = config.explore.explorers
     # A user's own explorer may; it cannot answer before it is built.
     is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
@@ -258,6 +259,7 @@ class RolloutBuffer:
         Raises:
             DataError: results that differ, by task and call.
         """
+        # Before the warm-up, which may take hours.
         if environments is None or self.origin != "expert" or not self._is_to_make:
             return
         agent = ScriptedAgent(self._source, seed=self._config.run.seed)

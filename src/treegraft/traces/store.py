@@ -86,6 +86,7 @@ class TraceFile:
                 f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer",
                 code="buffer-is-folder",
             )
+        # Of this process; SQLite itself locks against others.
         self._lock = threading.RLock()
         real = path.resolve()
         # Of a file that is there: another process may be making it at this moment.
@@ -289,6 +290,7 @@ class TraceFile:
                 if update is not None:
                     undo(copy, update)
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
+                # Another run counts its updates from 1 again.
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
             _fold(copy)
