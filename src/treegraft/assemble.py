@@ -493,4 +493,8 @@ def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limit
         temperature=temperature,
         filters=filters,
         max_completion_tokens=own.max_completion_tokens or limits.max_completion_tokens,
+        # 0 calls is a limit of its own.
+        max_tool_calls=(
+            limits.max_tool_calls if own.max_tool_calls is None else own.max_tool_calls
+        ),
     )

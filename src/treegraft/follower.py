@@ -44,8 +44,9 @@ class FollowedSession:
 
     def warm_up(self) -> Iterator[WarmUpStep]:
         """Yields after each step of imitation."""
+        decay = self.config.warmup.weight_decay
         while (rate := self._ranks.share()) is not None:
-            loss = self.learner.imitate(self._ranks.share_trees(), rate)
+            loss = self.learner.imitate(self._ranks.share_trees(), rate, decay)
             if self._ranks.share():  # the last one
                 self.learner.forget_moments()
             yield WarmUpStep(num_steps=0, metrics={"warmup/loss": loss}, spent={})

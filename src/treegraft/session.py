@@ -628,7 +628,7 @@ class Session:
             self._wait(demonstrations.prepare, step)
             rate = team.share(learning_rate(settings, step))
             trees = team.share_trees(demonstrations.batch(step))
-            loss = learner.imitate(trees, rate)
+            loss = learner.imitate(trees, rate, settings.weight_decay)
             spent = {
                 "warmup/num_loss_tokens": float(
                     sum(one.num_loss_tokens for tree in trees for one in tree.steps)

@@ -142,9 +142,9 @@ def test_an_evaluation_may_have_a_budget_of_its_own() -> None:
     config = load_config(
         {
             "rollout": {"max_tool_calls": 6, "max_completion_tokens": 90},
-            "eval": {"max_completion_tokens": 40},
+            "eval": {"max_completion_tokens": 40, "max_tool_calls": 0},
         }
     )
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
-    assert (limits.max_tool_calls, limits.max_completion_tokens) == (6, 40)
+    assert (limits.max_tool_calls, limits.max_completion_tokens) == (0, 40)
     assert training_limits(config).max_completion_tokens == 90

@@ -233,7 +233,7 @@ def gradient_after(trees: Sequence[Tree], max_pack_tokens: int) -> tuple[float, 
     )
     gradients: list[torch.Tensor] = []
 
-    def keep(lr: float) -> float:
+    def keep(lr: float, weight_decay: float | None) -> float:
         gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
         return 0.0
 

@@ -271,6 +271,11 @@ def test_weights_decay_but_norms_and_biases_do_not() -> None:
     assert [float(weight.detach().flatten()[0]) for weight in model.parameters()] == pytest.approx(
         [1.9, 2.0, 2.0, 2.0]
     )
+    # The warm-up has a decay of its own, for one step: 1.9 (1 - 0.1 · 0.25).
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimiser.step(weight_decay=0.25)
+    assert float(model[0].weight[0, 0].detach()) == pytest.approx(1.8525)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

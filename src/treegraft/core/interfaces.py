@@ -99,9 +99,9 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
         metrics; stored trajectories are learned with them, by their leaves' advantages. `spent`
         is the share of the run's limit of calls or tokens, for a schedule."""
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
         """Takes one optimiser step on demonstrations and returns their mean loss per token, NaN if
-        the step was skipped."""
+        the step was skipped. The default of `weight_decay` is that of [learn]."""
 
     def forget_moments(self) -> None:
         """Resets the optimiser's moments, such as between warm-up and training."""

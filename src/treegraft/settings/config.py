@@ -130,6 +130,8 @@ class EvalSettings(Settings):
     negative ones; in greedy trajectories too. 1 for none."""
     max_completion_tokens: int | None = setting(None, ge=1, follows=True)
     """As in [rollout]; None for the value there."""
+    max_tool_calls: int | None = setting(None, ge=0, follows=True)
+    """As in [rollout]; None for the value there."""
 
 
 class CheckpointSettings(Settings):

@@ -371,6 +371,8 @@ class WarmupSettings(Settings):
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
+    weight_decay: float | None = setting(None, ge=0, follows=True)
+    """As in [learn]; None for the value there."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
     quarter of num_steps, and a tenth of num_steps for a language model."""

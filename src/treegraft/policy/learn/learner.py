@@ -213,9 +213,10 @@ class Learner:
 
     # ------------------------------------------------------------------ demonstrations
 
-    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
-        """Returns the mean loss per token, after one optimiser step on demonstrations. NaN: the
-        gradient was not finite, and the step was skipped."""
+    def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations; without a
+        weight decay, with that of [learn]. NaN: the gradient was not finite, and the step was
+        skipped."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(step.num_loss_tokens for tree in trees for step in tree.steps)
         total = 0.0
@@ -225,7 +226,7 @@ class Learner:
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
             total += float(loss.detach())
-        norm = self.optimiser.step(lr)
+        norm = self.optimiser.step(lr, weight_decay)
         mean = float(combined(self._team, total, sum))
         return mean if math.isfinite(norm) else math.nan
 

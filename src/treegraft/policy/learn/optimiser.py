@@ -99,11 +99,12 @@ class MasterAdamW:
         """Drops the gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def step(self, lr: float | None = None) -> float:
+    def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves. Where the norm is not finite the step is skipped, and the schedule counts it.
 
-        The learning rate follows `learn.schedule`; `lr` overrides it.
+        The learning rate follows `learn.schedule`; `lr` overrides it, and `weight_decay` that of
+        [learn].
 
         Raises:
             ModelError: the third step in a row is skipped.
@@ -123,10 +124,11 @@ class MasterAdamW:
             self._skip(norm)
             return norm
         self._num_skipped = 0
+        decay_of_matrices = self._settings.weight_decay if weight_decay is None else weight_decay
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["params"][0].ndim > 1:
-                group["weight_decay"] = self._settings.weight_decay
+                group["weight_decay"] = decay_of_matrices
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self._copy_to_model()
