@@ -107,6 +107,11 @@ class WorkerPool:
         for _ in range(num_workers):
             self._free.put(None)
 
+    def start(self) -> None:
+        """Starts a process in the background, so that the first request need not wait for it."""
+        with suppress(queue.Empty):
+            self._free.put(self._free.get_nowait() or self._start())
+
     def ask(self, request: Any, deadline_s: float, *, cpu_s: float = 0.0) -> Any:
         """Returns a process's answer; None if it did not come in time or the process died.
 

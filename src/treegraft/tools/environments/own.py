@@ -109,12 +109,13 @@ class ClassEnvironments:
                 code="environment-without-tools",
             )
         # One for each method: of two whose tools have one name, the toolbox refuses the second.
-        self.tools: list[Tool] = []
+        tools: list[Tool] = []
         for one in methods:
             tool = one.tool
-            self.tools.append(
+            tools.append(
                 EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             )
+        self.tools: Sequence[Tool] = tools
         # Before the run: no object is made until the first trajectory.
         try:
             inspect.signature(self.made).bind(**settings.options)
