@@ -102,7 +102,6 @@ def save_tiny_model(folder: Path) -> Any:
         hidden_size=16,
         num_layers=1,
         num_heads=2,
-        num_kv_heads=1,
         intermediate_size=16,
         max_context=4096,
     )

@@ -42,7 +42,6 @@ _QUICK: Mapping[str, Any] = {
             "hidden_size": 32,
             "num_layers": 1,
             "num_heads": 2,
-            "num_kv_heads": 1,
             "intermediate_size": 64,
             "max_context": 96,
         },

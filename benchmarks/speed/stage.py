@@ -30,7 +30,6 @@ _TINY = TinySettings(
     intermediate_size=64,
     num_layers=2,
     num_heads=2,
-    num_kv_heads=1,
     max_context=4096,
 )
 _WORDS = 60

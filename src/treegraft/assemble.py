@@ -487,6 +487,14 @@ def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limit
     # The most likely token stays whatever else is left out.
     if temperature > 0:
         filters = replace(filters, top_k=own.top_k, top_p=own.top_p)
-    names = ("max_completion_tokens", "max_agent_steps", "max_tool_calls")
-    given = {name: value for name in names if (value := getattr(own, name)) is not None}
-    return replace(limits, num_leaves=num_leaves, temperature=temperature, filters=filters, **given)
+    return replace(
+        limits,
+        num_leaves=num_leaves,
+        temperature=temperature,
+        filters=filters,
+        max_completion_tokens=own.max_completion_tokens or limits.max_completion_tokens,
+        # 0 calls is a limit of its own.
+        max_tool_calls=(
+            limits.max_tool_calls if own.max_tool_calls is None else own.max_tool_calls
+        ),
+    )

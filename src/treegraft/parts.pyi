@@ -12,7 +12,6 @@ from treegraft.core import interrupt as interrupt
 from treegraft.core import keyed as keyed
 from treegraft.core import listener as listener
 from treegraft.core import packages as packages
-from treegraft.core import spans as spans
 from treegraft.core.finding import Finding as Finding
 from treegraft.core.kinds import ExplorerFacts as ExplorerFacts
 from treegraft.core.kinds import ExplorerKind as ExplorerKind

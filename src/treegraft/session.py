@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 from treegraft.assemble import Parts, adapted, training_explorer
+from treegraft.core.clock import Clock
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
 from treegraft.core.given import GivenObjects, giving, present
@@ -36,7 +37,6 @@ from treegraft.core.interfaces import (
 from treegraft.core.interrupt import Stop
 from treegraft.core.looped import Life
 from treegraft.core.registry import registered
-from treegraft.core.spans import Clock, span
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
@@ -854,14 +854,13 @@ class Session:
 
     async def _evaluated(self) -> Evaluation:
         display = self._within.display
-        with span("evaluation", update=self.update):
-            found = await evaluate(
-                self.parts,
-                self.parts.eval_tasks,
-                self.update,
-                watch=self._watch,
-                on_progress=lambda *progress: display.phase("evaluation", *progress),
-            )
+        found = await evaluate(
+            self.parts,
+            self.parts.eval_tasks,
+            self.update,
+            watch=self._watch,
+            on_progress=lambda *progress: display.phase("evaluation", *progress),
+        )
         # Counts of the evaluation belong to no update.
         self.parts.take_metrics()
         return found

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Unpack
 
 from treegraft.core.interfaces import Display
-from treegraft.core.spans import span
 from treegraft.launch import Options, opened
 from treegraft.runs.result import RunResult
 from treegraft.runs.run import Run
@@ -71,12 +70,11 @@ def train(
         session.begin_updates()
         evaluate(run, session)
         for update in run.updates():
-            with span("update", update=update, **{"rl.loop.iteration": update}):
-                trees = session.sample(update)
-                trees = session.credit(trees)
-                trees = session.learn(trees, update, run.budget_used)
-                session.sync_weights(update)
-                run.record(update, trees.recorded, session.pop_metrics(), session.state())
+            trees = session.sample(update)
+            trees = session.credit(trees)
+            trees = session.learn(trees, update, run.budget_used)
+            session.sync_weights(update)
+            run.record(update, trees.recorded, session.pop_metrics(), session.state())
             evaluate(run, session)
         return run.result()
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from studies.pruning.notes import read_notes
 from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
 from treegraft import DataError, SettingError, Trace, TraceBuffer, TreegraftError, load_config
 from treegraft.parts import commands, judging, plain
@@ -137,7 +138,7 @@ def show(
     """Print stored trajectories, and a pruned buffer's cut steps and weights of steps."""
     path = judging.buffer_file(buffer)
     with closing(judging.TraceFile(path, create=False)) as file:
-        notes = file.prunings()
+        notes = read_notes(file)
     with TraceBuffer.open_as_built(path) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
     if not found:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from studies.pruning.notes import read_notes
 from studies.pruning.work import BufferPruning, PruneChoice
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.runs.checkpoint import latest_checkpoint
@@ -133,7 +134,7 @@ def row(
     """The counts of a line of the table."""
     counts = dict.fromkeys(("faults", "cut", "needed", "lost", "exact", "logins"), 0)
     with closing(TraceFile(pruned, create=False)) as file:
-        notes = file.prunings()
+        notes = read_notes(file)
     for (_, task_id, kind), note in notes.items():
         cut = {step["position"] for step in note["steps"] if step["is_cut"]}
         if kind == "login":

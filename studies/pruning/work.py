@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from studies.pruning.notes import add_notes
 from studies.pruning.steps import Score, Trajectory, Weighed, circling, cut_idle_steps
 from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
 from treegraft.parts import NoDisplay, interfaces, interrupt, judging
@@ -172,7 +173,7 @@ class BufferPruning:
                 settled += [_Settled(one) for one in chunk if one.reason]
                 new.add([trace for one in settled for trace in one.traces()])
                 notes = {one.place: one.note(head) for one in settled}
-                file.add_prunings(notes)
+                add_notes(file, notes)
                 for note in notes.values():
                     self.report.count(note)
                 detail = f"{self.report.num_cut} steps cut"

@@ -59,7 +59,6 @@ def test_all_else_stays(text: str) -> None:
         {"tools": {"search": {"kind": "web", "base_url": LITERAL[2]}}},
         {"tools": {"mcp": [{"name": "x", "url": LITERAL[1]}]}},
         {"environment": {"kind": "openenv", "options": {"url": LITERAL[4]}}},
-        {"track": {"spans": LITERAL[0]}},
     ],
 )
 def test_a_recipe_with_a_secret_is_refused_and_the_error_does_not_tell_it(

@@ -114,42 +114,6 @@ def test_a_link_in_the_place_of_the_partial_file_is_removed(tmp_path: Path) -> N
     assert not (tmp_path / ".config.json.partial").exists()
 
 
-def test_a_link_in_the_place_of_the_file_is_replaced(tmp_path: Path) -> None:
-    """Also one that is planted between two writes, or leads to a folder."""
-    victim = tmp_path / "victim"
-    folder = tmp_path / "folder"
-    victim.write_text("mine")
-    folder.mkdir()
-    for aim in (victim, folder, tmp_path / "nowhere"):
-        (tmp_path / "config.json").unlink(missing_ok=True)
-        (tmp_path / "config.json").symlink_to(aim)
-        write_atomically(tmp_path / "config.json", "new")
-        assert (tmp_path / "config.json").read_text() == "new"
-        assert not (tmp_path / "config.json").is_symlink()
-    assert victim.read_text() == "mine" and not [*folder.iterdir()]
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_link_that_comes_back_as_the_partial_file_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted after the old one was removed, before the new one is opened."""
-    victim = tmp_path / "victim"
-    partial = tmp_path / ".config.json.partial"
-    victim.write_text("mine")
-    unlink = Path.unlink
-
-    def planted(path: Path, missing_ok: bool = False) -> None:
-        unlink(path, missing_ok=missing_ok)
-        if path == partial and not partial.is_symlink():
-            partial.symlink_to(victim)
-
-    monkeypatch.setattr(Path, "unlink", planted)
-    with pytest.raises(FileExistsError):
-        write_atomically(tmp_path / "config.json", "new")
-    assert victim.read_text() == "mine" and not (tmp_path / "config.json").exists()
-
-
 def test_a_lock_keeps_what_is_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("text")
     with open_own(tmp_path / "lock"):

@@ -35,7 +35,7 @@ class Expert(OpenTasks):
         (KeyError("gem"), "expert-raised"),
         (7, "expert-raised"),
         (["go north"], "expert-step-invalid"),
-        ([StepContent(calls=(ToolCall("go", {"x": 1}),))], "expert-call-invalid"),  # type: ignore[arg-type]
+        ([StepContent(calls=(ToolCall("go", {"x": 1}),))], "expert-step-invalid"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_expert_is_named(steps: Any, code: str) -> None:

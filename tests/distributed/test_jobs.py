@@ -213,7 +213,7 @@ from treegraft.settings.policy import TinySettings
 rows = [{"question": f"{a} + {b} ?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 words = {word for row in rows for text in row.values() for word in text.split()}
 tokenizer = build_word_tokenizer(sorted(words))
-shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+shape = TinySettings(hidden_size=32, num_layers=1, num_heads=2)
 ends = tokenizer.eos_token_id, tokenizer.pad_token_id
 model = build_tiny_model(shape, len(tokenizer), *ends, 0)
 scale = 2.0

@@ -7,11 +7,11 @@ import io
 
 import pytest
 from tests.support.error_codes import raises_code
+from tests.support.tiny import table_class
 
 from treegraft.core.types import Task
 from treegraft.extras.tasks.arithmetic import ReasoningGym, find_expression
 from treegraft.extras.tasks.plugin import ReasoningGymSettings
-from treegraft.settings.config import table_class
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import is_correct
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.extras.test_remote_search import Answer, web_server
 from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
+from tests.support.tiny import table_class
 
 from treegraft.core.types import Task
 from treegraft.extras.browse import extract, fetch
@@ -27,7 +28,6 @@ from treegraft.extras.browse.fetch import Fetcher, NotFetched, Page, is_public, 
 from treegraft.extras.browse.passages import GAP, choose, cut, most_relevant
 from treegraft.extras.browse.plugin import BrowseToolSettings
 from treegraft.extras.browse.tool import BrowseTool, read_call
-from treegraft.settings.config import table_class
 from treegraft.tools.build import build_tools
 
 pytest.importorskip("protego", reason="the extra 'web' is not installed")

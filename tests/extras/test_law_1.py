@@ -17,12 +17,12 @@ from tests.support.slow_learner import (
     make_learner,
     slow_loss,
 )
+from tests.support.tiny import table_class
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import BranchCause, Tree
 from treegraft.extras.methods import appo
 from treegraft.extras.methods.aepo_math import with_entropy_factors
-from treegraft.settings.config import table_class
 
 APPO = table_class("loss")(
     aggregation="token-mean",

@@ -240,7 +240,6 @@ def test_a_tree_without_a_rollout_is_refused() -> None:
         (["buffer.terminal=allow"], "override-idle"),
         (["buffer.min_similarity=0.5"], "override-idle"),
         (["buffer.random_prob=0.5"], "override-idle"),
-        (["buffer.num_tries=2"], "override-idle"),
     ],
 )
 def test_settings_that_do_not_fit_stored_trajectories(overrides: list[str], code: str) -> None:

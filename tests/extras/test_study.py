@@ -55,7 +55,7 @@ settings.eval = { every = 1, greedy = false }
 settings.track.record_trees = false
 settings.explore = { num_leaves = 4, graft.num_hybrid = 2, entropy.num_starts = 2 }
 settings.warmup = { num_steps = 2, batch_size = 2 }
-settings.model.tiny = { hidden_size = 16, num_layers = 1, num_heads = 2, num_kv_heads = 1 }
+settings.model.tiny = { hidden_size = 16, num_layers = 1, num_heads = 2 }
 warmups.one = {}
 buffers.raw = { samples = 2, keep = 1 }
 worlds.perfect = {}

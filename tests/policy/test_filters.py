@@ -129,11 +129,10 @@ def test_evaluation_filters_and_training_never_does() -> None:
 def test_an_evaluation_may_have_a_budget_of_its_own() -> None:
     config = load_config(
         {
-            "rollout": {"max_tool_calls": 6, "max_agent_steps": 7, "max_completion_tokens": 90},
-            "eval": {"max_tool_calls": 0, "max_agent_steps": 16},
+            "rollout": {"max_tool_calls": 6, "max_completion_tokens": 90},
+            "eval": {"max_completion_tokens": 40, "max_tool_calls": 0},
         }
     )
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
-    found = (limits.max_tool_calls, limits.max_agent_steps, limits.max_completion_tokens)
-    assert found == (0, 16, 90)
-    assert training_limits(config).max_tool_calls == 6
+    assert (limits.max_tool_calls, limits.max_completion_tokens) == (0, 40)
+    assert training_limits(config).max_completion_tokens == 90

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from studies.pruning.__main__ import main
+from studies.pruning.notes import read_notes
 from studies.pruning.steps import (
     Trajectory,
     Weighed,
@@ -244,7 +245,7 @@ def test_what_is_cut_is_kept_in_a_note_and_the_rest_under_new_keys(
     report = pruned(tiny(), agent, tmp_path / "a", tmp_path / "b").report
     assert report.num_weighed == report.num_trajectories == 24
     assert report.num_steps == sum(map(len, before.values()))
-    notes = TraceFile(tmp_path / "b", create=False).prunings()
+    notes = read_notes(TraceFile(tmp_path / "b", create=False))
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         after = {(one[0].task_id, one[0].trajectory): one for one in buffer.trajectories()}
     questions = {task.id: task.question for task in world().train_tasks()}

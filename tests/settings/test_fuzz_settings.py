@@ -33,7 +33,6 @@ RECIPE = {
     "run.num_updates": "0",
     "model.tiny.hidden_size": "16",
     "model.tiny.num_heads": "2",
-    "model.tiny.num_kv_heads": "1",
     "model.tiny.intermediate_size": "32",
     "tasks.num_train": "4",
     "tasks.num_eval": "2",

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treegraft.parts import Settings
 from treegraft.runs.tree_files import parts_of
+from treegraft.settings.config import tables_and_settings
 from treegraft.traces.buffer import TraceBuffer
 
 TINY: Mapping[str, Any] = {
@@ -19,7 +21,6 @@ TINY: Mapping[str, Any] = {
             "hidden_size": 32,
             "num_layers": 1,
             "num_heads": 2,
-            "num_kv_heads": 1,
             "intermediate_size": 64,
             "max_context": 96,
         },
@@ -124,3 +125,10 @@ def differing(a: Path, b: Path) -> list[str]:
     return sorted(
         name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
     )
+
+
+def table_class(name: str) -> type[Settings]:
+    """The class of a table of settings, with those of extensions."""
+    table = tables_and_settings()[name].table
+    assert table is not None
+    return table

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.error_codes import raises_code
-from tests.support.tiny import tiny
+from tests.support.tiny import table_class, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.types import ROOT_ID, Status, StoredCause, Task, Tree
 from treegraft.extras.methods.dots import sampler as dots
 from treegraft.extras.methods.dots.sampler import Difficulty, keyed_order, predicted_rates
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.config import table_class
 from treegraft.settings.load import load_config
 from treegraft.tasks.sampler import Epochs, build_sampler, draw_tasks
 
@@ -290,18 +289,6 @@ def test_what_your_own_sampler_keeps_is_json() -> None:
 def test_settings_that_do_not_fit(sampler: Any, more: dict[str, Any], about: str) -> None:
     with raises_code("settings-contradict", about):
         load_config(tiny(sampler=sampler, **more))
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["sampler.temperature=0.3"],
-        ["sampler.kind=epochs", "sampler.num_references=3"],
-    ],
-)
-def test_settings_without_effect_are_refused(typed: list[str]) -> None:
-    with raises_code("override-idle"):
-        load_config(tiny(), typed)
 
 
 def test_references_count_as_rollouts_and_in_no_mean() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -208,31 +207,6 @@ def test_a_comparison_past_its_deadline_is_false_and_the_pool_recovers() -> None
     assert math_equal("9^{9^{9^{9}}}", "5", deadline_s=0.5) is False
     assert time.monotonic() - start < 30  # with the start of a worker on a busy machine
     assert math_equal("2^{10}", "1024") is True
-
-
-def test_many_threads_share_the_pool() -> None:
-    verdicts: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda n=n: verdicts.append(math_equal(f"2^{{{n}}}", str(2**n))))
-        for n in range(2, 10)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert verdicts == [True] * 8
-
-
-@pytest.mark.smoke
-def test_a_killed_worker_is_replaced() -> None:
-    pool = math_pool.MathPool(num_workers=1)
-    try:
-        assert pool.compare("$x+1$", "$1+x$", 5.0) == "equal"
-        (worker,) = pool._workers
-        worker.kill()
-        assert pool.compare("$x+2$", "$1+x$", 5.0) == "different"
-    finally:
-        pool.close()
 
 
 def test_no_worker_outlives_its_process() -> None:

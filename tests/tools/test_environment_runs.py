@@ -243,16 +243,6 @@ class Searching(Unrewarded):
         return query
 
 
-def make_nothing(**_: Any) -> object:
-    return object()
-
-
-def test_an_engine_without_its_members_is_refused_by_name() -> None:
-    config = load_config(tiny(engine={"kind": "tests.tools.test_environment_runs:make_nothing"}))
-    with raises_code("members-missing"):
-        asyncio.run(Parts.build(config).__aenter__())
-
-
 def handed_over(**given: Any) -> ScriptedEngine:
     assert sorted(given) == ["model_path", "settings", "tokenizer"]
     return ScriptedEngine([], given["tokenizer"])

@@ -333,30 +333,6 @@ def test_a_branch_begins_in_the_state_of_its_step(made: type) -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_a_wish_that_is_not_granted_costs_nothing() -> None:
-    grower = make(
-        KeyDoor,
-        by_plan(*WAY_IN),
-        EntropyBranching(
-            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-        ),
-        entropy=unsure_after_two,
-    )
-    assert seen(grow(grower)) == [["w1 1", "w1 2", "w1 3"]] * 2
-    metrics = grower.toolbox.take_metrics()
-    assert metrics["environment/num_forks"] == metrics["time/environment_copies"] == 0
-    grower = make(
-        ReplayedKeyDoor,
-        by_plan(*WAY_IN),
-        EntropyBranching(
-            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-        ),
-        entropy=unsure_after_two,
-    )
-    assert len(grow(grower).leaves) == 2
-    assert counts(grower)["num_replays"] == 0
-
-
 def test_steps_behind_too_many_calls_do_not_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, num_replays in ((1, 0), (2, 1)):
         monkeypatch.setattr(sessions, "MAX_REPLAY_CALLS", limit)
@@ -415,41 +391,6 @@ def test_the_whole_result_is_compared_not_what_was_shown() -> None:
                 await session.mark().open()
 
     asyncio.run(work())
-
-
-def test_trees_do_not_depend_on_latencies() -> None:
-    """Whatever the engine's and the environment's waits: the same trees, and the same counts."""
-    waits = iter(range(1000))
-
-    def reply(path: str) -> str:
-        words = path.split()
-        return f"<add> {len(words) % 4} </add>" if path.count("<result>") < 3 else ANSWER
-
-    found = []
-    for latency in (None, lambda: (next(waits) * 7 % 5) / 500, lambda: (next(waits) * 3 % 7) / 500):
-        explorer = EntropyBranching(
-            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
-        )
-        grower = make(
-            Counter,
-            reply,
-            explorer,
-            entropy=lambda path: (hash(path.count("1")) % 7) / 3,
-            latency_s=latency,
-            num_leaves=6,
-            world={"capability": "fork"},
-        )
-        tree = grow(grower)
-        found.append(
-            (
-                [step.id for step in tree.steps],
-                seen(tree),
-                [leaf.reward for leaf in tree.leaves],
-                counts(grower),
-            )
-        )
-    assert found[0] == found[1] == found[2]
-    assert found[0][3]["num_forks"] > 0
 
 
 # ---------------------------------------------------------------------- grafts
@@ -620,18 +561,6 @@ def test_a_copy_that_fails_is_a_failed_branch() -> None:
         ("0.0.0.1", Status.FAILED),
     ]
     assert "fork: OSError: no disk" in (tree.leaves[1].error or "")
-
-
-def test_no_first_trajectory_begins_and_all_fail() -> None:
-    with raises_code("all-failed"):
-        grow(
-            make(
-                Hanging,
-                by_plan("<look></look>"),
-                options={"where": "reset"},
-                world={"deadline_s": 0.1},
-            )
-        )
 
 
 def test_a_beginning_that_differs_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Foreign classes as environments: a text game in Gymnasium's manner and a file system of plain
+"""Foreign classes as environments: a text game of steps and rewards and a file system of plain
 Python, neither with a parent of ours."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.error_codes import raises_code
 from tests.support.tiny import tiny
@@ -24,9 +23,10 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import Demonstrations
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
-from treegraft.settings.tools import EnvironmentSettings
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
+from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train
 
@@ -34,8 +34,8 @@ TASK = Task(id="t/0", question="Reach the goal.", reference=(), columns={"length
 
 
 class Corridor:
-    """Gymnasium's way: reset gives (observation, info), step five values. The goal is at `length`,
-    a pit at -2; the clock stops after six steps."""
+    """A wrapped game: its steps pay, and it ends. The goal is at `length`, a pit at -2; the clock
+    stops after six steps."""
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.place = self.clock = 0
@@ -44,9 +44,11 @@ class Corridor:
         self.place = 0
         self.clock = 0
         self.length = length
-        return self._seen(), {"length": length}
+        self.paid = 0.0
+        self.done = False
+        return self._seen()
 
-    def step(self, action: int):  # type: ignore[no-untyped-def]
+    def step(self, action: int) -> str:
         """Goes one field: 1 to the right, -1 to the left.
 
         Any other number stays.
@@ -55,8 +57,12 @@ class Corridor:
         self.place += action if action in (1, -1) else 0
         is_there = self.place == self.length
         is_lost = self.place == -2
-        reward = 1.0 if is_there else -1.0 if is_lost else -0.1
-        return self._seen(), reward, is_there or is_lost, self.clock == 6, {"place": self.place}
+        self.paid += 1.0 if is_there else -1.0 if is_lost else -0.1
+        self.done = is_there or is_lost or self.clock == 6
+        return self._seen()
+
+    def get_reward(self) -> float:
+        return self.paid
 
     def _seen(self) -> str:
         return f"field {self.place}"
@@ -121,7 +127,7 @@ def play(
     return asyncio.run(work())
 
 
-def test_a_step_of_gymnasium_is_an_observation_a_reward_and_an_end() -> None:
+def test_an_episode_pays_and_ends() -> None:
     """Two steps cost 0.1 each, the third arrives: 1 - 0.2."""
     right = ("step", "1")
     told, reward = play(Corridor, right, ("step", '{"action": 1}'), right, right)
@@ -130,40 +136,6 @@ def test_a_step_of_gymnasium_is_an_observation_a_reward_and_an_end() -> None:
     told, reward = play(Corridor, *[("step", "0")] * 6)
     assert told[-1] == f"field 0\n[{OVER}]" and reward == pytest.approx(-0.6)
     assert play(Corridor)[1] == 0.0
-
-
-def test_other_forms_of_a_step() -> None:
-    class Forms:
-        capability = "fork"
-
-        def reset(self) -> None: ...
-
-        def old(self) -> tuple[Any, ...]:
-            """Four values."""
-            return "w", np.float32(2), np.True_, {}
-
-        def plain(self) -> tuple[str, int, int]:
-            """A tuple that is none of these."""
-            return "w", 1, 2
-
-        def without_info(self) -> Any:
-            """Five values, the last no mapping."""
-            return "w", 1.0, False, False, "x"
-
-        def numbers(self) -> Any:
-            """Five values without flags."""
-            return 1, 2, 3, 4, {}
-
-        def text(self) -> str:
-            """A text alone."""
-            return "w"
-
-    assert play(Forms, ("old", ""), ("text", "")) == (["", f"w\n[{OVER}]", f"error: {OVER}"], 2.0)
-    assert play(Forms, ("plain", ""))[0] == ["", '["w", 1, 2]']
-    assert play(Forms, ("without_info", ""))[0] == ["", '["w", 1.0, false, false, "x"]']
-    # None of these brought a reward, so there is none to give; a text was never going to.
-    assert play(Forms, ("numbers", "")) == (["", "[1, 2, 3, 4, {}]"], None)
-    assert play(Forms, ("text", "")) == (["", "w"], 0.0)
 
 
 def test_an_object_that_says_done_is_over() -> None:
@@ -238,7 +210,6 @@ class Mute(Alone):
 @pytest.mark.parametrize(
     ("made", "code"),
     [
-        (Broken, "tools-same-name"),
         (Bare, "parameter-without-annotation"),
         (Mute, "tool-without-docstring"),
     ],
@@ -247,6 +218,8 @@ def test_what_makes_no_tools_is_named_with_its_class(made: type, code: str) -> N
     with raises_code(code):
         kind_of(made)
     assert [tool.name for tool in kind_of(Alone).tools] == ["move_to"]
+    with raises_code("tools-same-name"):
+        Toolbox(kind_of(Broken).tools, ToolsSettings())
 
 
 def test_a_reset_that_asks_for_another_column_says_which() -> None:
@@ -364,19 +337,15 @@ def outside(path: Any) -> tuple[list[str], float]:
     """A trajectory's calls made anew on a plain object: what it tells, and what it pays."""
     world = Corridor()
     told = []
-    paid = 0.0
-    is_over = False
     world.reset(length=path.task.columns["length"])
     for content in path.contents:
         for call in content.calls:
-            if is_over:
+            if world.done:
                 told.append(OVER)
                 continue
-            text, reward, is_there, is_late, _ = world.step(int(call.body))
-            paid = paid + reward
-            is_over = is_there or is_late
-            told.append(f"{text}\n[{OVER}]" if is_over else text)
-    return told, paid
+            text = world.step(int(call.body))
+            told.append(f"{text}\n[{OVER}]" if world.done else text)
+    return told, world.paid
 
 
 def check_outside(folder: Path) -> int:

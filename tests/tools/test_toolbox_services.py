@@ -17,7 +17,6 @@ from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools import toolbox
-from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
 TASK = Task(id="t/1", question="?", reference=())
@@ -121,15 +120,6 @@ def test_retries_end_before_the_deadline_as_a_failure_of_the_service(
     assert tool.num_runs == 2
 
 
-def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolbox, "BACKOFF_S", 0.05)
-    monkeypatch.setattr(toolbox, "NUM_RETRIES", 3)
-    tool = Service(failing(3))
-    ask(tool, "q", deadline_s=30.0)
-    waits = [later - earlier for earlier, later in zip(tool.times, tool.times[1:], strict=False)]
-    assert all(wait >= least for wait, least in zip(waits, (0.05, 0.1, 0.2), strict=True))
-
-
 def test_results_outlive_the_run_and_errors_do_not(tmp_path: Path) -> None:
     async def fail_on_odd(run: int, body: str) -> str:
         if body == "bad":
@@ -180,17 +170,6 @@ def test_a_cache_that_cannot_be_used_is_refused_before_work_starts(tmp_path: Pat
     damaged.write_bytes(b"no database, but long enough to be looked at" * 99)
     with raises_code("cache-not-opened"):
         box_of(Service(echo), cache_path=str(damaged))
-
-
-def test_functions_say_that_they_are_remote() -> None:
-    def fetch(text: str) -> str:
-        """Fetches."""
-        return text
-
-    fetch.is_remote = True
-    fetch.fingerprint = "v3"  # type: ignore[attr-defined]
-    tool = FunctionTool(fetch)
-    assert (tool.is_remote, tool.fingerprint) == (True, "v3")
 
 
 # Faults

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -17,7 +16,6 @@ from pydantic import Field
 from tests.support.error_codes import raises_code
 
 from treegraft.core.errors import ToolError, ToolUnavailable
-from treegraft.core.import_paths import load_object
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
@@ -169,17 +167,6 @@ def test_a_tool_that_ignores_its_cancellation_is_not_waited_for() -> None:
     assert asyncio.run(run()) < 5.0
 
 
-def test_a_hanging_plain_function_does_not_hold_up_the_exit() -> None:
-    def hang(text: str) -> str:
-        """Hangs."""
-        time.sleep(30)
-        return text
-
-    started = time.perf_counter()
-    assert call_once(FunctionTool(hang), deadline_s=0.1).is_error
-    assert time.perf_counter() - started < 15
-
-
 def test_the_deadline_starts_when_the_call_does() -> None:
     async def nap(body: str) -> str:
         await asyncio.sleep(0.6)
@@ -279,11 +266,6 @@ def test_closing_closes_every_tool_even_after_a_failure() -> None:
     broken.close = fail  # type: ignore[method-assign]
     asyncio.run(toolbox(broken, sound).close())
     assert sound.is_closed
-
-
-def test_two_tools_of_one_name_are_refused() -> None:
-    with raises_code("tools-same-name"):
-        toolbox(returning(1), returning(2))
 
 
 def test_a_toolbox_serves_one_event_loop_after_another() -> None:
@@ -556,17 +538,3 @@ def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
 def test_wrong_entries_are_explained(user_module: str, entry: str, code: str) -> None:
     with raises_code(code):
         build_tools(ToolsSettings(use=[entry]), [])
-
-
-def test_a_name_that_the_tasks_take_is_refused(user_module: str) -> None:
-    with raises_code("tools-same-name"):
-        build_tools(
-            ToolsSettings(use=[f"{user_module}:lookup"]),
-            [Fake(returning("")._run_body, name="lookup")],
-        )
-    with raises_code("tools-same-name"):
-        build_tools(ToolsSettings(use=[f"{user_module}:lookup"] * 2), [])
-
-
-def test_import_paths_go_into_attributes() -> None:
-    assert load_object("os:path.join") is os.path.join

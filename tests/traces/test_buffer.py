@@ -97,12 +97,6 @@ def test_traces_come_back_as_they_went_in(tmp_path: Path) -> None:
         ] == traces
 
 
-def test_closing_leaves_one_file(tmp_path: Path) -> None:
-    with opened(tmp_path / "b") as buffer:
-        buffer.add([trace()])
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
-
-
 def test_equal_content_is_stored_once(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         assert buffer.add([trace(0), trace(1), trace(0)]) == 2
@@ -110,14 +104,6 @@ def test_equal_content_is_stored_once(tmp_path: Path) -> None:
         assert len(buffer) == 3
         # Another agent's or another task's is another trace.
         assert buffer.add([trace(0, source="other"), trace(0, task_id="other")]) == 2
-
-
-def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_module, "CHUNK", 4)
-    traces = [trace(number) for number in range(11)]
-    with opened(tmp_path / "b") as buffer:
-        assert buffer.add(iter([*traces, traces[0]])) == 11
-        assert list(buffer) == traces
 
 
 # ---------------------------------------------------------------------- search
@@ -215,13 +201,8 @@ def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_search_is_said(tmp_path: Path) -> None:
-    with planted(tmp_path) as buffer:
-        with raises_code("keys-one-text"):
-            buffer.search("q")
-        with raises_code("k-too-small"):
-            buffer.search(["q"], 0)
-        with raises_code("exclude-tasks-unequal"):
-            buffer.search(["q", "d"], exclude_tasks=["A"])
+    with planted(tmp_path) as buffer, raises_code("keys-one-text"):
+        buffer.search("q")
 
 
 def test_draws_are_even_and_functions_of_their_seed(tmp_path: Path) -> None:
@@ -280,13 +261,6 @@ def test_a_step_that_two_trajectories_share_belongs_to_both(tmp_path: Path) -> N
         assert buffer.rest(one[0]) == tuple(one)
         stats = buffer.stats()
         assert (stats.num_trajectories, stats.steps_per_trajectory) == (2, 3.0)
-
-
-def test_the_rest_ends_where_a_step_is_missing(tmp_path: Path) -> None:
-    mine = steps(5)
-    with opened(tmp_path / "b") as buffer:
-        buffer.add([*mine[:3], mine[4]])
-        assert buffer.rest(mine[1]) == (mine[1], mine[2])
 
 
 # ---------------------------------------------------------------------- growing and going back
@@ -432,11 +406,6 @@ def test_a_useless_trace_is_refused_and_nothing_added(
         assert len(buffer) == 0
 
 
-def test_an_answer_alone_is_a_value(tmp_path: Path) -> None:
-    with opened(tmp_path / "b") as buffer:
-        assert buffer.add([trace(0, value=StepContent(answer="e7"), terminal=True)]) == 1
-
-
 def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(0)])
@@ -466,12 +435,6 @@ def test_vectors_that_are_none_are_refused(tmp_path: Path) -> None:
             raises_code("vectors-invalid"),
         ):
             buffer.add([trace(0, key="bad")])
-
-
-def test_a_misspelt_encoder_leaves_no_file(tmp_path: Path) -> None:
-    with raises_code("unknown-encoder"):
-        TraceBuffer(tmp_path / "b", "hashin")
-    assert list(tmp_path.iterdir()) == []
 
 
 def foreign(path: Path) -> None:
@@ -555,27 +518,6 @@ def test_what_is_no_buffer_is_refused_with_a_reason(
         TraceBuffer.open_as_built(tmp_path / "b")
 
 
-def test_a_path_below_a_file_cannot_be_opened(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with raises_code("buffer-not-opened"):
-        opened(tmp_path / "file" / "b")
-
-
-def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
-    buffer = opened(tmp_path / "b")
-    buffer.add([trace(0)])
-    buffer.close()
-    buffer.close()
-    with raises_code("buffer-closed"):
-        buffer.search(["q"])
-
-
-def test_an_empty_file_becomes_a_buffer(tmp_path: Path) -> None:
-    (tmp_path / "b").write_bytes(b"")
-    with opened(tmp_path / "b") as buffer:
-        assert buffer.add([trace(0)]) == 1
-
-
 # ---------------------------------------------------------------------- threads and kills
 
 
@@ -649,24 +591,6 @@ def test_several_writers_add_each_trace_once_and_see_what_others_added(tmp_path:
         assert len(buffer) == 400 and buffer.stats().num_trajectories == 400
 
 
-def test_a_step_that_the_policy_writes_again_is_young_again(tmp_path: Path) -> None:
-    with opened(tmp_path / "b") as buffer:
-        for update, number in ((1, 0), (2, 1), (3, 0)):
-            again = trace(
-                number,
-                policy_version=update,
-                reward=update / 10,
-                trajectory=f"{update}",
-                source="self",
-            )
-            buffer.add([again], update=update)
-        buffer.evict(1, source="self", update=3)
-        assert [one.task_id for one in buffer] == ["task 0"]
-        buffer.roll_back(2)  # the third update is undone, and with it what made it young
-        buffer.evict(1, source="self", update=3)
-        assert [one.task_id for one in buffer] == ["task 1"]
-
-
 def check_after_a_kill(path: Path, committed: int) -> int:
     """Returns how many traces are in the file: all that were acknowledged, in whole chunks, in
     order, and each findable."""
@@ -698,20 +622,11 @@ def kill_while_adding(path: Path, after_s: float) -> int:
     return int((first + rest).split("\n")[-2])
 
 
-def kill_often(path: Path, num_kills: int) -> None:
+def test_a_kill_while_adding_loses_nothing_that_was_committed(tmp_path: Path) -> None:
     delays = random.Random(0)
     stored = 0
-    for _ in range(num_kills):
-        committed = kill_while_adding(path, delays.uniform(0, 0.2))
+    for _ in range(3):
+        committed = kill_while_adding(tmp_path / "b", delays.uniform(0, 0.2))
         before = stored
-        stored = check_after_a_kill(path, committed)
+        stored = check_after_a_kill(tmp_path / "b", committed)
         assert stored > before
-
-
-def test_a_kill_while_adding_loses_nothing_that_was_committed(tmp_path: Path) -> None:
-    kill_often(tmp_path / "b", 3)
-
-
-@pytest.mark.slow
-def test_thirty_kills_while_adding(tmp_path: Path) -> None:
-    kill_often(tmp_path / "b", 30)

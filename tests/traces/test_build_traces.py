@@ -27,7 +27,7 @@ from treegraft.traces.collect import (
     attempts_tree,
     build_traces,
 )
-from treegraft.traces.keys import retrieval_key, says_something, split_steps
+from treegraft.traces.keys import retrieval_key, split_steps
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
 LOOK_UP = StepContent(
@@ -123,12 +123,6 @@ def test_a_trajectory_is_split_into_steps_under_what_stood_before() -> None:
     assert {
         (t.task_id, t.reward, t.source, t.trajectory, t.policy_version) for t in (first, second)
     } == {("t", 0.5, "s", "3", 7)}
-
-
-def test_a_step_without_text_says_nothing() -> None:
-    assert not says_something(StepContent())
-    assert not says_something(StepContent(thought=" \n", answer=" "))
-    assert says_something(StepContent(answer="0"))
 
 
 # Building
@@ -272,17 +266,3 @@ def test_a_step_that_the_format_cannot_say_is_still_scored() -> None:
     tree = attempts_tree(format(), task, [[other, StepContent(answer=task.reference[0])]])
     assert tree.steps[1].origin is Origin.POLICY
     assert asyncio.run(SCORER(tree)).leaves[0].reward == 1.0
-
-
-def test_refused_replies_in_a_row_end_the_build(tmp_path: Path) -> None:
-    refused = {
-        n: Attempt(error=f"reason {n % 5}", refused=f"Sorry {n}", num_requests=1)
-        for n in range(OUTAGES)
-    }
-    report = BuildReport()
-    with raises_code("agent-out-of-reach"):
-        build(tmp_path / "a", Numbered(set(), refused), num_samples=OUTAGES, report=report)
-    assert report.refused == {f"reason {n}": f"Sorry {n}" for n in range(3)}
-    del refused[OUTAGES - 1]
-    most, _ = build(tmp_path / "b", Numbered({OUTAGES - 1}, refused), num_samples=OUTAGES)
-    assert (most.num_refused, most.num_kept) == (6 * (OUTAGES - 1), 6)

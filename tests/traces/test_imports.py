@@ -110,14 +110,6 @@ def test_tag_text_is_read(text: str, steps: tuple[StepContent, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "e41", "<search>q</search>", "<think>a</think>", "<answer>1", "<result>r</result>"]
-)
-def test_text_without_a_whole_step_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="neither a tool call with its result nor an answer"):
-        read_trajectory(text)
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "<code>print(1)</code>\n<interpreter>1</interpreter>",

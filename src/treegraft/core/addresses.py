@@ -34,6 +34,7 @@ def public(value: Any) -> Any:
         return {key: public(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [public(one) for one in value]
+    # Numbers and switches hold no secret.
     return redacted(value) if isinstance(value, str) else value
 
 
@@ -43,6 +44,7 @@ def expanded(text: str, setting: str) -> str:
     Raises:
         SettingError: one of them is not set.
     """
+    # An empty variable counts as none: the address would lack its secret.
     for name in _VARIABLE.findall(text):
         if not os.environ.get(name):
             raise SettingError(

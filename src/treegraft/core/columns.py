@@ -101,6 +101,7 @@ def packed(values: Any, narrow: str, wide: str) -> Column:
         found = found.astype(wide)
     # "same_kind": a float is no id, and None is no score; both raise.
     column: Column = found.astype(wide, casting="same_kind", copy=not is_ours)
+    # A log-probability of float64 that float32 cannot hold would change by a save.
     if narrow != wide:
         with np.errstate(over="ignore"):
             short = column.astype(narrow)

@@ -53,6 +53,7 @@ def tree_of_paths(
     """
     root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
     steps = [plain_step(ROOT_ID, None, root)]
+    # In the order of the paths, which callers compare with their own.
     leaves: list[Leaf] = []
     rewards = environment_rewards or [None] * len(paths)
     for start, (path, reward) in enumerate(zip(paths, rewards, strict=True)):
@@ -105,7 +106,8 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
     place = f"the expert of the tasks, asked about task '{task.id}'"
     try:
         found = source.expert(task, seed)
-        steps = None if found is None else tuple(found)
+        steps: tuple[Any, ...] | None = None if found is None else tuple(found)
+    # Of a tool of ours that the expert calls: it says itself what is wrong.
     except TreegraftError:
         raise
     except Exception as error:
@@ -113,18 +115,13 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
             f"{place}, raised {describe(error)}. Correct expert().", code="expert-raised"
         ) from error
     for step in steps or ():
-        if not isinstance(step, StepContent):
-            raise DataError(
-                f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
-                " such as StepContent(calls=(ToolCall('search', 'e9 r5'),)).",
-                code="expert-step-invalid",
-            )
-        calls: Sequence[Any] = step.calls
+        calls: Sequence[Any] = step.calls if isinstance(step, StepContent) else [step]
         for call in calls:
             if not isinstance(call, ToolCall) or not isinstance(call.body, str):
                 raise DataError(
-                    f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
-                    " where several arguments are the text of a JSON object.",
-                    code="expert-call-invalid",
+                    f"{place}, returned {call!r:.200}; expected steps such as"
+                    " StepContent(calls=(ToolCall('search', 'e9 r5'),)), in which several arguments"
+                    " are the text of a JSON object.",
+                    code="expert-step-invalid",
                 )
     return steps

@@ -32,7 +32,7 @@ from pathlib import Path
 
 
 def shown_in_notebook(error: BaseException) -> list[str]:
-    """Returns the lines that a notebook shows of an error: where the reader's own code led to it
+    """Returns a notebook's lines about an error: where the reader's own code led to it
     or to its cause, without frames of libraries, and its message."""
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     lines = []
@@ -47,7 +47,7 @@ def shown_in_notebook(error: BaseException) -> list[str]:
 class TreegraftError(Exception):
     """Root of the tree above.
 
-    `code` names the reason, "" for errors of others that give none; `settings` holds the dotted
+    `code` names the reason, "" for errors of others that give none; `settings` has the dotted
     names of the settings that it is about, () where none is known.
     """
 
@@ -77,7 +77,7 @@ class CheckpointError(TreegraftError, ValueError):
 
 
 class ToolError(TreegraftError, RuntimeError):
-    """A tool call failed because of what the agent asked; its text becomes the observation."""
+    """A tool call failed because of the agent's request; its text becomes the observation."""
 
 
 class ToolUnavailable(ToolError):
@@ -115,6 +115,7 @@ def first_cause() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         # The reader wants the cause.
+        # Ours, since the others were most often cancelled by its failure.
         cause: BaseException | None = group.split(TreegraftError)[0]
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
@@ -154,12 +155,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     letters, or an empty string where none is near."""
     # Of names that differ in case alone the first is taken.
     names = {one.casefold(): one for one in reversed(list(known))}
+    # 0.5 finds "hashin" and "qestion", and no word of another meaning.
     matches = difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.5)
     return f" Did you mean '{names[matches[0]]}'?" if matches else ""
 
 
 def nearest_file(path: Path) -> str:
-    """Returns what `nearest` says of a path with nothing there, among what lies in its folder; that
+    """Returns what `nearest` says of a path with nothing there, among the names in its folder; that
     its folder is not there or empty, where it is so."""
     inside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     absent = f" The folder '{path.parent}' does not exist or is empty."

@@ -113,6 +113,7 @@ def free_name(path: Path) -> Path:
 
 def remove_folder(path: Path) -> None:
     """Removes a folder with all that is in it; of a link to one the link alone."""
+    # What it leads to may be somebody else's.
     if path.is_symlink():
         path.unlink()
     else:
@@ -178,6 +179,7 @@ class LineFile:
         without a file."""
         if self.path.exists():
             with self.path.open("rb") as file:
+                # In bytes: a cut-off line may end within a character.
                 for number, line in enumerate(file, start=1):
                     # A last line without its end is the trace of a crash.
                     if line.endswith(b"\n"):
@@ -219,6 +221,7 @@ def read_inside(path: Path, folder: Path, most: int = 64 << 20) -> bytes:
     """Returns the bytes of such a file. Raises OSError, also for more than `most` bytes."""
     with open_inside(path, folder) as file:
         found = file.read(most + 1)
+    # One byte more than allowed was asked for, to tell.
     if len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
     return found
@@ -226,8 +229,10 @@ def read_inside(path: Path, folder: Path, most: int = 64 << 20) -> bytes:
 
 def code_checksum() -> str:
     """Returns a checksum of this package's Python files."""
+    # It tells versions apart; nobody has a reason to forge it.
     digest = hashlib.blake2b(digest_size=8)
     root = Path(__file__).parents[1]
+    # Sorted: file systems list in orders of their own.
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Python objects in place of names: settings hold a name, and the objects stand beside them for as
+"""Python objects in place of names: settings have a name, and the objects are at hand for as
 long as a run needs them.
 
 An object that can be imported gets its import path, so that any process finds it again. Any other
@@ -25,13 +25,13 @@ GIVEN: Final = "given:"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a run folder keeps of a given object.
+    """What a run folder records of an object.
 
     Record(argument="rewards", name="given:brief", qualified="__main__.brief", checksum="3f5a...")
     """
 
     argument: str
-    """The argument of `treegraft.train` that it was given by."""
+    """The argument of `treegraft.train` that it came by."""
     name: str
     """Its name in the settings."""
     qualified: str
@@ -53,10 +53,11 @@ class GivenObjects:
         """Returns the name of an object in settings: its import path where that leads to it.
 
         Args:
-            argument: the argument that it was given by.
+            argument: the argument that it came by.
             wrapped: what the name leads to in place of `value`; None for `value` itself.
-            stem: the name that is wanted; empty takes the object's own.
+            stem: the name that is wanted; empty for the object's own.
         """
+        # By identity: equal objects may be of different runs.
         for name, known in self._originals.items():
             if known is value:
                 return name
@@ -88,6 +89,7 @@ _PRESENT: ContextVar[GivenObjects | None] = ContextVar("given", default=None)
 def giving(objects: GivenObjects) -> Iterator[None]:
     """Lets the names of these objects lead to them for the time of the block, in its thread, its
     tasks, and threads that take over its context."""
+    # Of this context: two runs in two threads have their own.
     token = _PRESENT.set(objects)
     try:
         yield
@@ -114,6 +116,7 @@ def import_path(value: Any) -> str:
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return ""
     found: Any = sys.modules.get(module)
+    # As far as the name leads back: a decorator may have taken its place.
     for part in name.split("."):
         found = getattr(found, part, None)
     # Modules of a notebook or of `exec` have no file that another process could import.
@@ -130,6 +133,7 @@ def _own_name(value: Any) -> str:
 
 def _unwrapped(value: Any) -> Any:
     """The function behind partial ones."""
+    # Partials have no name and no source.
     while isinstance(value, functools.partial):
         value = value.func
     return value
@@ -143,6 +147,7 @@ def _qualified(value: Any) -> str:
 
 def _checksum(value: Any) -> str:
     value = _unwrapped(value)
+    # Rows: their contents decide what a run learns.
     if isinstance(value, Sequence | Mapping):
         text = json.dumps(value, default=repr, sort_keys=True)
     else:

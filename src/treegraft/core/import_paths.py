@@ -47,6 +47,7 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
         raise SettingError(
             unknown_name(name, table, setting), settings=[setting], code="unknown-name"
         )
+    # Its errors know the path alone.
     with about(setting):
         return load_object(name)
 
@@ -64,6 +65,7 @@ def blaming(path: str, setting: str, doing: str = "") -> Iterator[None]:
     except TreegraftError:
         raise
     except Exception as error:
+        # The innermost line is the one to mend.
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise SettingError(
             f"{setting}: '{path}' raised {type(error).__name__}{doing}: {error} ({last.filename},"
@@ -97,6 +99,7 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
     with blaming(path, setting):
         found = maker(**arguments)
     members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
+    # All at once, since each would cost the user another start.
     missing = sorted(
         name for name in members if not name.startswith("_") and not hasattr(found, name)
     )
@@ -173,6 +176,7 @@ def imported(path: str) -> Any:
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}",
             code="import-failed",
         ) from error
+    # Step by step, to name the part that is missing.
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise SettingError(

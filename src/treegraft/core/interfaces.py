@@ -96,7 +96,7 @@ class LearnerLike(LogprobScorer, EntropyScorer, Protocol):
         self, trees: Sequence[Tree], lessons: Sequence[Tree] = (), spent: float = 0.0
     ) -> tuple[list[Tree], dict[str, float]]:
         """Returns the trees with old log-probabilities and ratios filled in, and the update's
-        metrics; stored trajectories are learned beside them, by their leaves' advantages. `spent`
+        metrics; stored trajectories are learned with them, by their leaves' advantages. `spent`
         is the share of the run's limit of calls or tokens, for a schedule."""
 
     def imitate(self, trees: Sequence[Tree], lr: float, weight_decay: float | None = None) -> float:
@@ -172,7 +172,7 @@ class Engine(Measured, Protocol):
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
-        `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""
+        `version`. Weights that it has already (the fingerprints are equal) need not be copied."""
 
     async def close(self) -> None: ...
 
@@ -199,9 +199,9 @@ class Tool(Protocol):
 
     Three further attributes may be there: `is_remote` (True: calls are retried where the service
     failed, and their rate is limited), `fingerprint` (a text that changes with anything that
-    results depend on beside the body: the results of a cacheable tool with one may be kept on disk
-    and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of that
-    of the settings).
+    results depend on besides the body: the results of a cacheable tool with one may be stored on
+    disk and used by other runs) and `deadline_s` (longest wait for a call, in seconds, in place of
+    that of the settings).
     """
 
     name: str
@@ -256,14 +256,14 @@ class Environment(Protocol):
 
     Its other public methods, typed and with docstrings, are the agent's tools, except these, which
     may be missing: `get_reward()` returns the reward of the state in which the trajectory ended,
-    `fork()` a further object in the same state, `close()` frees what it holds. Every method may be
+    `fork()` a further object in the same state, `close()` frees its resources. Every method may be
     async; a plain one runs in a thread that belongs to the object and its forks, or without one
     where the class attribute `is_blocking` is False. The class attribute `capability` ("fork",
     "replay" or "none") says how a tree may branch over the state.
     """
 
     def reset(self, **row: Any) -> Any:
-        """Begins a task, and returns a text that the agent is shown beside the question; None for
+        """Begins a task, and returns a text that the agent reads after the question; None for
         nothing.
 
         Args:
@@ -318,9 +318,9 @@ class Signature:
     """
 
     schema: Mapping[str, Any]
-    """JSON schema of an object that holds the arguments."""
+    """JSON schema of an object of the arguments."""
     text_parameter: str | None = None
-    """The one argument that is a call's whole body as it stands; None where the body is the JSON
+    """The one argument that is a call's whole body; None where the body is the JSON
     object."""
 
     def requires(self, name: str) -> bool:
@@ -329,7 +329,7 @@ class Signature:
 
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
-        """Returns the signature of a tool that takes one text."""
+        """Returns the signature of a tool with one text."""
         described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
 
@@ -351,6 +351,7 @@ class Signature:
         """
         if (parameter := self.text_parameter) is not None:
             return {parameter: body} if body.strip() or self.requires(parameter) else {}
+        # The agent reads it, so it says what to write.
         needs = f"{name} needs a JSON object of its arguments"
         arguments = read_json(body, needs) if body.strip() else {}
         if not isinstance(arguments, dict):
@@ -412,7 +413,7 @@ class Format(Protocol):
     def render_graft(
         self, values: Sequence[str | StepContent], max_tokens: int | None = None
     ) -> tuple[int, ...]:
-        """Returns steps of another agent as tokens that the policy is shown and must not write
+        """Returns steps of another agent as tokens that the policy reads and must not write
         itself.
 
         Args:
@@ -483,7 +484,7 @@ class TaskSampler(Protocol):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What it has learned from the updates so far, as JSON; a checkpoint keeps it."""
+        """What it has learned from the updates so far, as JSON; it is part of a checkpoint."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from the state of a checkpoint, which is empty for a new run."""
@@ -572,7 +573,7 @@ class Explorer(Protocol):
     arrival.
 
     `explore.independent.Independent` has a default for every member; derive from it. An explorer
-    that begins rollouts below stored steps is a `Restarting` besides.
+    that begins rollouts below stored steps is a `Restarting` too.
     """
 
     @property
@@ -581,8 +582,8 @@ class Explorer(Protocol):
         is never asked."""
 
     expands: bool
-    """Whether `fill` may return `Expand` or `Retry`: the states between steps are then kept until
-    the tree is done, which takes a copy each of an environment that forks."""
+    """Whether `fill` may return `Expand` or `Retry`: the states between steps then stay until
+    the tree is done, a copy each of an environment that forks."""
     retries: bool
     """Whether `fill` may return `Retry`; the format has to be an `Opening` then."""
     begins_answers: bool
@@ -606,7 +607,7 @@ class Explorer(Protocol):
         step or after a graft."""
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns whether to open further children beside the step under way, below a step that has
+        """Returns whether to open further siblings of the step under way, below a step that has
         tool results.
 
         None and a `Branch` of 0 open none; the latter records the numbers that the rule saw.
@@ -655,31 +656,20 @@ it; `Step.credit_factors` multiply it token by token. Failed leaves keep None.
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each update; made once for a run, with the path of its folder. It may
-    have the methods of `TrackerMore` too. Its errors never end the run."""
+    """Takes the metrics of each update; made once for a run, with the path of its folder. Its
+    errors never end the run.
+
+    It may have more: `place`, a text that says where its records are; `sample(update, trees)` for
+    the trees of an update after learning, before its metrics; `warn(update, name, text)` for a
+    warning that begins; `finish(latest)` with the latest value of every metric, once the run has
+    done all its work."""
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Update 0 is the state before the first. Warnings that stand are metrics
+        """Update 0 is the state before the first. Present warnings are metrics
         "health/NAME"."""
 
     def close(self) -> None:
         """Ends the tracker's work. The process goes on, and a later run may resume its record."""
-
-
-class TrackerMore(Protocol):
-    """Optional methods of a tracker, each independent of the others."""
-
-    place: str
-    """Where its records are found, shown when the run starts."""
-
-    def sample(self, update: int, trees: Sequence[Tree]) -> None:
-        """The trees of an update after learning, before its metrics."""
-
-    def warn(self, update: int, name: str, text: str) -> None:
-        """A warning begins with this update; `text` has several lines."""
-
-    def finish(self, latest: Mapping[str, float]) -> None:
-        """The run has done all its work; the latest value of every metric."""
 
 
 class TreeScorer(Protocol):

@@ -63,15 +63,16 @@ def _handling(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     # Python lets only the main thread set handlers, and signals reach no other; elsewhere the
-    # caller asks for stops.
+    # caller requests stops.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # One that is ignored stays so: `nohup` asks for that. None is a handler not set from Python.
+    # One that is ignored stays so: `nohup` wants that. None is a handler not set from Python.
     taken = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
     if signal.SIGINT in numbers and signal.SIGINT not in taken:
-        # A script's `&` has it ignored without anybody's having asked.
+        # A script's `&` has it ignored without anybody's wish.
         taken.append(signal.SIGINT)
+    # Handlers nest: a run within a command has both.
     before = {one: signal.signal(one, handler) for one in taken}
     try:
         yield
@@ -142,6 +143,7 @@ class Stop:
     def ask(self) -> None:
         """Asks to stop at the next safe point; from any thread or signal handler."""
         self.is_asked = True
+        # A run that waits for its trees would see the flag only after them.
         if self._work is not None:
             # Also in the middle of a wait for it: a future's lock is reentrant.
             self._work.cancel()
@@ -179,6 +181,7 @@ class Stop:
             is_first = not self.is_asked
             is_ctrl_c = number == signal.SIGINT
             self._num_ctrl_c += is_ctrl_c
+            # The exit code names the first signal, which is why the run ends.
             if is_first:
                 self.number = number
                 self.ask()
@@ -258,6 +261,7 @@ def run_to_end(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        # asyncio turns Ctrl-C into a cancellation, and SIGTERM into nothing.
         with others_as_ctrl_c():
             return asyncio.run(work)
     # asyncio.run refuses a thread whose loop runs already, so the work gets a thread of its own.

@@ -14,6 +14,7 @@ def keyed_int(*key: int | str) -> int:
     """Returns 64 evenly spread bits that depend on the key alone."""
     # With the types, so that 1 and "1" differ. Python's own hash changes with the process.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
+    # Questions may hold half a surrogate pair.
     data = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 

@@ -26,6 +26,7 @@ def loader(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns the `__getattr__` of a public module, which loads a name from its home."""
 
     def load(name: str) -> Any:
+        # Before the import: a wrong name must not cost one.
         if name not in places:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
         home = importlib.import_module(places[name])

@@ -74,6 +74,7 @@ def is_own_name(header: str, host: str) -> bool:
     # A bare IPv6 address has more colons than fit, and is a name as it stands.
     if found := _NAME_AND_PORT.fullmatch(name):
         name = found[1] or found[2] or ""
+    # "localhost" cannot be pointed elsewhere: browsers resolve it themselves.
     if name in ("localhost", host.lower()):
         return True
     try:
@@ -95,6 +96,7 @@ class OwnNames:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers with status 421 or lets the application answer."""
+        # Start and end of the server have no headers.
         if scope["type"] == "http":
             # Two Host headers are refused: others may read the one that is not checked here.
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]

@@ -113,6 +113,7 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
             f" {package}",
             code="model-package-missing",
         ) from error
+    # safetensors may lie beside a GGUF file; one kind is loaded.
     for suffix in _WEIGHTS[kind]:
         found = sorted(str(file.locate()) for file in files if file.suffix == suffix)
         if found:

@@ -106,6 +106,7 @@ class Life:
     ) -> Iterator[Future[Result]]:
         """Starts `work(*given)` on its loop, from another thread; it has ended at the end of the
         block, cancelled if an error leaves the block."""
+        # The block would hold up the very loop that does the work.
         if self.is_here:
             raise SettingError(
                 f"{self._name}: this one lives on the event loop that runs here; await its methods"
@@ -131,6 +132,7 @@ class Life:
 
     async def run(self, work: Callable[..., Coroutine[Any, Any, Result]], *given: Any) -> Result:
         """Returns the result of `work(*given)` on its loop, awaited on any other."""
+        # Handed to the own loop and awaited here, it would wait for itself.
         if self.is_here:
             return await work(*given)
         return await asyncio.wrap_future(self.start(work, *given))

@@ -19,7 +19,7 @@ _OF_EXTRA: Final = {
     "sandbox": "pydantic_monty sympy",
     "search": "bm25s faiss sentence_transformers",
     "teacher": "openai",
-    "trackers": "opentelemetry.exporter.otlp.proto.http opentelemetry.sdk tensorboard wandb",
+    "trackers": "tensorboard wandb",
     "web": "protego pypdf trafilatura",
 }
 OPTIONAL: Final[Mapping[str, tuple[str, str]]] = {
@@ -32,6 +32,7 @@ OPTIONAL: Final[Mapping[str, tuple[str, str]]] = {
 
 def is_installed(module: str) -> bool:
     """Returns whether a module can be found; only its parents are imported."""
+    # A parent that cannot be imported is as good as missing.
     with contextlib.suppress(ImportError, ValueError):
         return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
     return False
@@ -41,6 +42,7 @@ def lacking(what: str, *modules: str) -> str:
     """Returns the sentence which says that `what` needs packages that are not installed, and how to
     install them; "" where all modules, names in `OPTIONAL`, are there."""
     missing = [OPTIONAL[one] for one in modules if not is_installed(one)]
+    # One command, whatever the packages: pip resolves them together.
     extras = sorted({extra for _, extra in missing})
     command = f"treegraft[{','.join(extras)}]"
     return not_installed(what, [package for package, _ in missing], command) if missing else ""

@@ -1,4 +1,4 @@
-"""The registry of extensions: what recipes name beside the core's own parts.
+"""The registry of extensions: what recipes name apart from the core's own parts.
 
 An extension is a module with a function `register(registry)`, which registers objects, or their
 import paths "package.module:name", by the names that recipes use. Treegraft's own are listed in
@@ -96,7 +96,7 @@ class Brings(TypedDict, total=False):
 
     table: type
     """Settings of an explorer, a tool or tasks, as a class of `Settings` whose docstring is its
-    meaning. The table lies below [explore], [tools] or [tasks], has the entry's name, and an effect
+    meaning. The table is below [explore], [tools] or [tasks], has the entry's name, and an effect
     only if a recipe names the entry."""
     settings: Mapping[str, type | str]
     """Classes of settings, or their import paths, whose fields join the table of this dotted name,
@@ -269,6 +269,7 @@ def extensions(listed: str = "BUILT_IN") -> Extensions:
     problems: list[str] = []
     for where, owner, path in _listed(listed):
         try:
+            # Each alone: a broken one leaves its own names out, and no others.
             found = _registered_by(owner, path)
             _refuse_taken(found, entries)
         # Whatever foreign code raises, an exit too, the message has to name the extension.
@@ -307,6 +308,7 @@ def find(name: str, core: Mapping[str, Any], seam: str, setting: str) -> Any:
     Raises:
         SettingError: as `pick`; or the extension's import path leads to nothing.
     """
+    # An extension never has a name of the core, which was refused.
     found = pick(name, {**core, **registered(seam)}, setting)
     return found.load() if isinstance(found, Entry) else found
 
@@ -325,11 +327,13 @@ def _listed(name: str) -> Iterator[tuple[str, str, str]]:
     if os.environ.get(SWITCH) != "off":
         for point in sorted(metadata.entry_points(group=GROUP), key=lambda one: one.name):
             package = "" if point.dist is None else f" of the package '{point.dist.name}'"
+            # By name, so that which of two that collide is refused does not change.
             yield f"extension '{point.name}'{package}", point.name, point.value
 
 
 def _registered_by(owner: str, path: str) -> list[Entry]:
     """The entries of one extension."""
+    # Its own, so that nothing of an extension that fails half-way is taken.
     registry = Registry(owner)
     imported(path if ":" in path else f"{path}:register")(registry)
     return registry.entries

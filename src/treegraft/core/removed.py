@@ -118,6 +118,10 @@ REMOVED: dict[str, str] = {
     "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},
+    "track.spans": (
+        "Gone since 0.8; the metrics time/* split the time of an update, and torch.profiler shows"
+        " operators."
+    ),
     "track.prometheus": "Gone since 0.8; use a tracker, or read metrics.jsonl.",
     **_world("babyai", "BabyAI"),
     **_world("scienceworld", "ScienceWorld"),
@@ -145,6 +149,10 @@ _CONSTANT: dict[str, str] = {
     "tools.python.max_files_mb": "16",
     "tools.python.max_threads": "16",
     "environment.max_replay_calls": "20",
+    "environment.success_reward": "1",
+    "buffer.num_tries": "4",
+    "eval.max_agent_steps": "rollout.max_agent_steps",
+    "model.tiny.num_kv_heads": "half of model.tiny.num_heads",
     "reward.overlong_tokens": "a fifth of rollout.max_completion_tokens",
     "explore.entropy.allocation": "'round'",
     "explore.entropy.ranking": "'order'",

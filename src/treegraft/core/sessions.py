@@ -66,8 +66,8 @@ class Session(Protocol):
         """Returns the present state as a point, which may be opened until the tree is done.
 
         Args:
-            is_wanted: asked when the state is about to change; once False, the point is never
-                opened, and the state need not be kept for it.
+            is_wanted: called when the state is about to change; once False, the point is never
+                opened, and the state need not stay for it.
         """
 
     async def rehearse(
@@ -140,6 +140,7 @@ class SharedSession:
 
     # There is no state, so one object serves all trajectories, and every call of its own is empty.
 
+    # No state that a branch could miss.
     can_branch = True
 
     def __init__(self, runner: Runner, task: Task) -> None:

@@ -40,6 +40,7 @@ def names_recipe(text: str) -> bool:
     """Returns whether a text of the command line names a recipe, and no folder."""
     path = Path(text).expanduser()
     is_recipe = path.suffix in (".toml", ".json") or text in shipped_recipes()
+    # A run folder may have the name of a recipe.
     return is_recipe and not path.is_dir()
 
 

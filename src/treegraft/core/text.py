@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
@@ -15,6 +14,7 @@ TAGS: Final = r"</?[a-z_]+>|\\boxed\{|\}"
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
     lists, arrays and records."""
+    # First: most tools return text.
     if isinstance(result, str):
         return result
     if result is None:
@@ -34,9 +34,7 @@ def as_text(result: Any) -> str:
 
 def _readable(value: Any) -> Any:
     """`value` with text in place of bytes, and lists in place of sets, in the order of their
-    members' JSON: a set's own order differs from process to process. What holds neither is returned
-    itself."""
-    from pydantic import BaseModel
+    members' JSON: a set's own order differs from process to process."""
     from pydantic_core import to_json
 
     if isinstance(value, bytes | bytearray | memoryview):
@@ -44,18 +42,10 @@ def _readable(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(map(_readable, value), key=lambda one: to_json(one, fallback=_bare))
     if isinstance(value, list | tuple):
-        listed = [_readable(one) for one in value]
-        return value if all(map(operator.is_, listed, value)) else listed
-    if isinstance(value, BaseModel):
-        own: Mapping[Any, Any] = value.model_dump(by_alias=True)
-    elif is_dataclass(value) and not isinstance(value, type):
-        own = {one.name: getattr(value, one.name, None) for one in fields(value)}
-    elif isinstance(value, Mapping):
-        own = value
-    else:
-        return value
-    named = {name: _readable(one) for name, one in own.items()}
-    return value if all(named[name] is one for name, one in own.items()) else named
+        return list(map(_readable, value))
+    if isinstance(value, Mapping):
+        return {name: _readable(one) for name, one in value.items()}
+    return value
 
 
 def _bare(value: Any) -> Any:

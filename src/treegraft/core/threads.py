@@ -19,6 +19,7 @@ _SOFT = 1
 def release_threads() -> None:
     """Ends the threads that wait for the calling thread's next parallel region, which starts them
     anew. Cheap without any."""
+    # Without this runtime there is nothing to release.
     if (pause := _pause()) is not None:
         pause(_SOFT)
 

@@ -125,16 +125,16 @@ class Task:
     id: str
     """Unique within its data set."""
     question: str
-    """The question that the agent is asked."""
+    """The agent's question."""
     reference: tuple[str, ...]
     """Accepted answers; the best match counts. Empty: nothing to compare with."""
     category: str = ""
     """The category by which evaluation breaks its results down, e.g. "3 hops"; empty for none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row of the data set as it stands, handed to reward functions and environments by name."""
+    """The row of the data set, handed to reward functions and environments by name."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The conversation that ends with the question, as {"role", "content"} messages whose contents
-    are texts; empty where the question stands alone."""
+    are texts; empty if the question is all."""
 
     def conversation(self, system_prompt: str = "") -> list[dict[str, Any]]:
         """Returns the messages that ask the question: the task's own, or the question as a user's.
@@ -144,6 +144,7 @@ class Task:
                 begin with, if any. "" adds none.
         """
         given = self.messages or ({"role": "user", "content": self.question},)
+        # Copies: the task is shared by all of its trees.
         messages = [dict(one) for one in given]
         if messages[0]["role"] in SYSTEM_ROLES and system_prompt:
             messages[0]["content"] = f"{messages[0]['content']}\n\n{system_prompt}"
@@ -168,7 +169,7 @@ class ToolCall:
     name: str
     """The tool's name."""
     body: str
-    """The tool's input: a text, or a JSON object where it takes several arguments."""
+    """The tool's input: a text, or a JSON object for several arguments."""
     problem: str | None = field(default=None, repr=False)
     """The fault in its arguments, in words for the agent; such a call is not run. None where
     the tool is to judge."""
@@ -180,7 +181,7 @@ class Observation:
     Observation(text="ZeroDivisionError: division by zero", is_error=True)."""
 
     text: str
-    """The text that the agent is shown, after the output cap."""
+    """The text that the agent reads, after the output cap."""
     is_error: bool = False
     """The call failed through the agent's own fault; an observation like any other."""
     is_truncated: bool = False
@@ -215,7 +216,7 @@ class ParsedStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or
+        """Whether the step has a whole call or answer; False for one that ran out of tokens, or
         broke a rule."""
         return bool(self.content.calls) or self.content.answer is not None
 
@@ -230,7 +231,7 @@ class Trace:
     """
 
     key: str
-    """The question and the steps before, as text; the latest step stands last."""
+    """The question and the steps before, as text; the latest step is last."""
     value: str | StepContent
     """The step with its results; a text where nothing is known of its parts."""
     reward: float
@@ -242,7 +243,7 @@ class Trace:
     position: int
     """Steps before it."""
     terminal: bool
-    """It holds the final answer."""
+    """It contains the final answer."""
     trajectory: str = ""
     """Which trajectory of that source and task it is from; traces that share it follow each other
     by `position`."""
@@ -270,7 +271,7 @@ def _repr_for_hash(content: StepContent) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Which tokens may be drawn, and how those of the path are held back. The defaults leave the
+    """Which tokens may be drawn, and how those of the path are penalised. The defaults leave the
     policy's distribution as it is; `policy.engine.filters` has the definitions and their order."""
 
     top_k: int = 0
@@ -296,7 +297,7 @@ class Sampling:
     filters: Filters = NO_FILTERS
     """With other than the default, log-probabilities and entropies are of what remains."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion; the token that closes one is kept whole."""
+    """Texts that end the completion; the token that closes one stays whole."""
     final: tuple[str, ...] = ()
     """Texts after which exactly one more token is sampled, meant for the end-of-sequence token."""
 
@@ -351,7 +352,7 @@ class BranchDecision:
 
     seen: BranchCause
     num_wanted: int
-    """Branches that the explorer asked for; 0 where the rule said no."""
+    """Branches that the explorer wanted; 0 where the rule said no."""
     num_opened: int = 0
     """How many of them there was budget for."""
 
@@ -406,7 +407,7 @@ class RetryCause:
     rule: str
     """The rule's name."""
     beside: str
-    """The finished step whose thought is kept, by its id; retries of one step share it."""
+    """The finished step whose thought stays, by its id; retries of one step share it."""
 
 
 _Sampled = StartCause | ContinuationCause | BranchCause | RestartCause | RetryCause
@@ -416,7 +417,7 @@ _ORIGINS = tuple(Origin)
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False, eq=False)
 class Step(ShownStep):
-    """One thought, action and observation; the root holds the prompt.
+    """One thought, action and observation; the root is the prompt.
 
     Its columns are read-only numpy arrays; a sequence of numbers that a step is made of becomes
     one. `dataclasses.replace` makes a changed copy, which shares the other columns.
@@ -459,7 +460,7 @@ class Step(ShownStep):
     cause: Cause | None = None
     """Why it is here; None for the root."""
     decision: BranchDecision | None = None
-    """Why branches were opened beside it or were not; None where no rule was asked: a first step, a
+    """Why branches were opened beside it or were not; None where no rule decided: a first step, a
     branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
     """For a graft: its agent's own text, as the policy would have written it here; for a retry that
@@ -522,7 +523,7 @@ class Step(ShownStep):
     @property
     def origin(self) -> Origin:
         """Who wrote the step: that of its first token behind a forced opening (a policy step also
-        holds its tools' results)."""
+        has its tools' results)."""
         written = self.origins[~written_by(self.origins, Origin.FORCED)]
         return Origin(written[0]) if written.size else Origin.FORCED
 
@@ -582,7 +583,7 @@ class Stored:
     num_steps: int
     """Steps that a rollout can begin below: those before the answer that leave it room."""
     has_answer: bool
-    """Whether it can stand in the tree whole, as a leaf."""
+    """Whether it can be in the tree whole, as a leaf."""
     reward: float
     """When it was stored."""
     source: str
@@ -712,7 +713,7 @@ class BudgetState:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Tree(ShownTree):
-    """All rollouts of one task. `print` shows it as text, a notebook in colours."""
+    """All rollouts of one task. `print` writes it as text, a notebook in colours."""
 
     task: Task
     group_id: str
@@ -730,8 +731,9 @@ class Tree(ShownTree):
         in_order = all(a < b for a, b in itertools.pairwise(ids))
         if not ids or self.steps[0].id != ROOT_ID or not in_order:
             raise ValueError(
-                f"{name}: steps must start with the root '0' and stand in depth-first order"
+                f"{name}: steps must start with the root '0' and be in depth-first order"
             )
+        # Checked here, since everything below goes by ids without a second look.
         known = {one.id for one in self.steps}
         parents = {one.parent for one in self.steps}
         for step in self.steps[1:]:
@@ -848,8 +850,8 @@ class Trajectory(ShownTrajectory):
     @property
     def start_id(self) -> str:
         """The step below which its own rollout began: the root, or the last of the steps that it
-        restarted below; of a retry, the step whose thought it kept. Trajectories are compared with
-        those that began at the same place."""
+        restarted below; of a retry, the step whose thought it began with. Trajectories are compared
+        with those that began at the same place."""
         for step in reversed(self.steps):
             if isinstance(step.cause, RetryCause):
                 return step.cause.beside

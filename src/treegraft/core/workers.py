@@ -51,6 +51,7 @@ def _walls() -> tuple[str, ...]:
     said = subprocess.run(query, env=env, capture_output=True, timeout=_TRIED_S, check=True).stdout
     libraries = env.get("LD_LIBRARY_PATH", "").split(":")
     named = [*json.loads(said), sys.prefix, sys.base_prefix, *libraries, "/usr", "/etc/ld.so.cache"]
+    # No network, no other processes, nobody's rights.
     parts = ["bwrap", "--unshare-all", "--uid", "65534", "--gid", "65534", "--chdir", "/"]
     parts += ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/tmp"]
     for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64")):
@@ -209,6 +210,7 @@ class Worker:
 
     def kill(self) -> None:
         """Ends the process and waits for its end."""
+        # Two threads may find it late at once.
         with self._closing:
             # With bubblewrap the worker is a child of this process, in its group.
             with suppress(ProcessLookupError):

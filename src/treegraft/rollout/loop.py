@@ -32,7 +32,6 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.sessions import Point, SessionOpener, Sessions
-from treegraft.core.spans import span
 from treegraft.core.types import (
     ROOT_ID,
     Branch,
@@ -73,8 +72,7 @@ class Watch:
         """Counts one wait for the time of the block."""
         self.waits[owner] += 1
         try:
-            with span(owner):
-                yield
+            yield
         finally:
             self.waits[owner] -= 1
 
@@ -152,8 +150,7 @@ class Grower:
         async def grow(task: Task) -> Tree:
             group_id = f"{group_prefix}/{task.id}"
             async with gate:
-                with span("tree", group_id=group_id):
-                    tree = await self.grow(task, noise_key=noise_key, group_id=group_id)
+                tree = await self.grow(task, noise_key=noise_key, group_id=group_id)
             if on_tree is not None:
                 on_tree(next(number), tree)
             return tree
@@ -252,7 +249,7 @@ class _Growth:
         """Where children may be opened once all leaves have ended, by the step above them; empty
         where the explorer opens none."""
         self._num_starts = 0
-        # Of the tree's own span: a probe's answer comes from the engine's thread, without one.
+        # Of the tree: a probe's answer comes from the engine's thread, which has another one.
         self._context = contextvars.copy_context()
         self.stored: StoredSteps | None = None
         """What rollouts may begin below; None where the explorer never does."""

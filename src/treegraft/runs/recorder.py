@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from treegraft.core.interfaces import Display
-from treegraft.core.spans import check_place, recorded, span
 from treegraft.core.types import Status, Tree
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import RunFolder
@@ -74,7 +73,7 @@ class Recorder:
     further trackers, or functions of an update's number and metrics.
 
     Raises:
-        TreegraftError: a tracker or a place of spans that cannot be used.
+        TreegraftError: a tracker that cannot be used.
     """
 
     def __init__(self, config: Config, display: Display, callbacks: Sequence[Any] = ()) -> None:
@@ -83,7 +82,6 @@ class Recorder:
         """The latest value of every metric."""
         self._config = config
         self._make_trackers = find_trackers(self._config.track.trackers) | as_trackers(callbacks)
-        check_place(self._config.track.spans)
 
     @property
     def wants_end(self) -> bool:
@@ -119,7 +117,6 @@ class Recorder:
             if self._health.standing:
                 standing = ", ".join(self._health.standing)
                 display.note(f"warnings that stood when the run stopped: {standing}")
-            ends.enter_context(recorded(self._config.track.spans, path, "rank 0"))
             yield
 
     def update(self, number: int, trees: Sequence[Tree]) -> None:
@@ -150,8 +147,7 @@ class Recorder:
                 if keep is not None:
                     drop_parts(self._folder.trees_dir, update - keep)
 
-            with span("record"):
-                self._writer.submit(write)
+            self._writer.submit(write)
 
     def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Writes a line of metrics, with the warnings that stand after it."""

@@ -16,7 +16,6 @@ from treegraft.core.files import free_name, storage_fault, write_atomically
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop
-from treegraft.core.spans import span
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import Tree
 from treegraft.runs.checkpoint import (
@@ -553,7 +552,7 @@ class Run:
 
     def _write(self, name: str) -> None:
         self.recorder.written()
-        with self.stop.shielded(), span("checkpoint"):
+        with self.stop.shielded():
             self._own.refuse_removed()
             # A resume cuts the metrics to this length.
             state = replace(self.state, metrics_size=self._own.metrics_size())

@@ -42,6 +42,7 @@ class RunSettings(Settings):
     unless resuming."""
     dir: str = setting("runs", acts="writes", same_answers=True)
     """Where run folders are made."""
+    # Integers of TOML and of most readers of JSON end there.
     seed: int = setting(0, ge=0, lt=2**63)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
     num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
@@ -53,19 +54,25 @@ class RunSettings(Settings):
     """The same for sampled tokens."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
+    # A count changes sums: law 12 is about one.
     num_threads: int | None = setting(None, ge=1, le=1024)
-    """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
+    """CPU threads for torch; None leaves torch's own choice. Reproducibility is promised for one
     count."""
 
     def spent(self, done: tuple[int, int]) -> dict[str, float]:
         """Returns the share of each limit of (calls, tokens) that is set, by its name."""
-        limits = {"max_calls": self.max_calls, "max_tokens": self.max_tokens}
-        return {key: num / own for num, (key, own) in zip(done, limits.items(), strict=True) if own}
+        shares: dict[str, float] = {}
+        if self.max_calls:
+            shares["max_calls"] = done[0] / self.max_calls
+        if self.max_tokens:
+            shares["max_tokens"] = done[1] / self.max_tokens
+        return shares
 
 
 class RolloutSettings(Settings):
     temperature: float = setting(1.0, gt=0, ignored_by_eval=True)
     """Sampling temperature in training."""
+    # The tiny model's words are whole tokens, a language model's are not.
     max_completion_tokens: int = setting(96, ge=1, default_of=by_model(tiny=96, full=512))
     """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
     the "tiny" model, 512 for a language model."""
@@ -73,6 +80,7 @@ class RolloutSettings(Settings):
     """Limit of a trajectory, in steps."""
     max_tool_calls: int = setting(6, ge=0)
     """Limit of a trajectory, in tool calls."""
+    # So long that only what hangs reaches it: a slow agent is no failure.
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
     max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
@@ -80,6 +88,7 @@ class RolloutSettings(Settings):
     equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once. This
     also drops groups that credit.attribution = "states", credit.advantage = "reinforce++" or
     loss.graft_coef would still learn from."""
+    # A bound on open environments and trees in memory; the engine has its own.
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 
@@ -97,12 +106,13 @@ class ReplaySettings(Settings):
 class EvalSettings(Settings):
     every: int = setting(5, ge=0, resumable=True, ignored_by_eval=True)
     """Evaluate after each so many updates; 0 only where `at_start` and `at_end` say so."""
+    # A gain is measured against this one.
     at_start: bool = setting(True, ignored_by_eval=True)
     """Evaluate before the first update."""
     at_end: bool = setting(True, resumable=True, ignored_by_eval=True)
     """Evaluate after the last update."""
     greedy: bool = setting(True, same_answers=True)
-    """Measure eval/accuracy: one greedy trajectory per task. `treegraft eval suite` takes this one
+    """Measure eval/accuracy: one greedy trajectory per task. `treegraft eval suite` uses this one
     where it is on, else the sampled ones."""
     num_samples: int = setting(1, ge=0, same_answers=True)
     """Sampled trajectories per task, for eval/accuracy_sampled and eval/pass_at_k with k up to
@@ -111,19 +121,17 @@ class EvalSettings(Settings):
     temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"), same_answers=True)
     """Temperature of the sampled trajectories; 1 measures the policy itself."""
     top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
-    """Sample from the so many most likely tokens; 0 takes all. First of the two limits."""
+    """Sample from the so many most likely tokens; 0 for all. First of the two limits."""
     top_p: float = setting(1.0, gt=0, le=1, idle_unless=when("eval.num_samples"))
-    """Sample from the fewest tokens that have this probability together, after `top_k`; 1 takes
+    """Sample from the fewest tokens that have this probability together, after `top_k`; 1 for
     all."""
     repetition_penalty: float = setting(1.0, gt=0)
-    """Divides the positive logits of tokens that the path already holds, and multiplies the
+    """Divides the positive logits of tokens that are on the path already, and multiplies the
     negative ones; in greedy trajectories too. 1 for none."""
     max_completion_tokens: int | None = setting(None, ge=1, follows=True)
-    """As in [rollout]; None takes its value."""
-    max_agent_steps: int | None = setting(None, ge=1, follows=True)
-    """As in [rollout]; None takes its value."""
+    """As in [rollout]; None for the value there."""
     max_tool_calls: int | None = setting(None, ge=0, follows=True)
-    """As in [rollout]; None takes its value."""
+    """As in [rollout]; None for the value there."""
 
 
 class CheckpointSettings(Settings):
@@ -131,24 +139,21 @@ class CheckpointSettings(Settings):
     """Write a checkpoint after each so many updates, and at the end; 0: at the end alone, and
     where a run is interrupted."""
     keep: int = setting(2, ge=1, resumable=True)
-    """How many of the latest to keep; the best by held-out accuracy is kept besides."""
+    """How many of the latest to keep; the best by held-out accuracy stays too."""
 
 
 class TrackSettings(Settings):
     trackers: list[str] = setting([], seam="tracker", resumable=True, ignored_by_eval=True)
     """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
     "package.module:Tracker"; metrics.jsonl is always written."""
+    # On: replay, the viewer and reports read them.
     record_trees: bool = True
     """Write whole trees to trees/."""
     keep_trees: int | None = setting(
         None, ge=1, idle_unless=when("track.record_trees"), resumable=True, ignored_by_eval=True
     )
-    """The latest updates whose trees are kept, for long runs; those of evaluations stay. None for
+    """The latest updates whose trees stay, for long runs; those of evaluations stay. None for
     all."""
-    spans: str | None = setting(None, acts="sends", resumable=True, ignored_by_eval=True)
-    """Where spans of OpenTelemetry go, which show what the seconds of an update went to: "file" for
-    spans-ROLE.jsonl in the run folder, or the address of a collector (OTLP over HTTP); None for
-    none."""
 
 
 class Config(Settings):
@@ -192,6 +197,7 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
     """The settings of an entry: each the dotted name of a table, and a class whose fields join
     it."""
     if "table" in entry.brings:
+        # Only these three have tables of their own names.
         above, condition = {
             "explorer": ("explore", has("explore.explorers", entry.name)),
             "tool": ("tools", has("tools.use", entry.name)),
@@ -205,6 +211,7 @@ def _brought(entry: Entry) -> Iterator[tuple[str, type[Settings]]]:
 def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, ...]]:
     """The root with the settings of extensions, and a sentence for each one that was left out."""
     problems = list(extensions().problems)
+    # One that cannot be joined must not keep the others out.
     for entry in extensions().entries:
         try:
             for name, table in _brought(entry):
@@ -217,19 +224,12 @@ def _with_extensions(core: type[Settings]) -> tuple[type[Settings], tuple[str, .
 if TYPE_CHECKING:
     LEFT_OUT: tuple[str, ...] = ()
 else:
-    # Settings of extensions are declared beside the code that reads them.
+    # Settings of extensions are declared next to the code that reads them.
     Config, LEFT_OUT = _with_extensions(Config)
     for _found in walk(Config):
         if _found.table is not None and _found.table.__module__ == __name__:
             # Where pickle looks for it.
             globals()[_found.table.__name__] = _found.table
-
-
-def table_class(name: str) -> type[Settings]:
-    """Returns the class of the table of this dotted name, with the settings of extensions."""
-    table = tables_and_settings()[name].table
-    assert table is not None, name
-    return table
 
 
 Fact = Literal["resumable", "ignored_by_eval", "same_answers", "retrieval_source", "only_for"]
@@ -250,8 +250,8 @@ def known_settings() -> Mapping[str, Setting]:
 @functools.cache
 def settings_with(*facts: Fact) -> tuple[str, ...]:
     """Returns the dotted names of the settings with one of these facts; tables end with a dot."""
-    return tuple(
-        name if found.table is None else f"{name}."
-        for name, found in tables_and_settings().items()
-        if any(getattr(found.facts, fact) for fact in facts)
-    )
+    names: list[str] = []
+    for name, found in tables_and_settings().items():
+        if any(getattr(found.facts, fact) for fact in facts):
+            names.append(name if found.table is None else f"{name}.")
+    return tuple(names)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from treegraft.core.addresses import public
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
 from treegraft.core.registry import extensions, registered
@@ -15,7 +15,6 @@ from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_
 from treegraft.settings.plain import shown
 from treegraft.settings.recipe import flatten
 from treegraft.settings.table import Contradiction, value_of
-from treegraft.settings.tools import how_stateless
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
@@ -29,9 +28,9 @@ def _names_wrong(config: Config) -> Iterator[Contradiction]:
             value = value_of(config, dotted)
             names = [value] if isinstance(value, str) else list(value)
             # A default such as "" or None is no name.
-            own = [name for name in names if name != setting.field.default]
-            for text in filter(None, (unknown_name(name, known, dotted) for name in own)):
-                yield Contradiction((dotted,), text)
+            for name in names:
+                if name != setting.field.default and (text := unknown_name(name, known, dotted)):
+                    yield Contradiction((dotted,), text)
             if len(set(names)) < len(names):
                 text = f"{dotted}: got {names}, expected each name once."
                 yield Contradiction((dotted,), text)
@@ -45,11 +44,13 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
             f"format.require_boxed: got true, but format.answer = '{form.answer}' does not look"
             " into the box; leave one of them out.",
         )
+    # Every answer would be empty, and every reward 0.
     if form.answer == "regex" and not form.answer_pattern:
         yield Contradiction(
             ("format.answer_pattern", "format.answer"),
             "format.answer_pattern: got none, which format.answer = 'regex' needs.",
         )
+    # Now: it is used first when an answer comes, after the rollout.
     try:
         re.compile(form.answer_pattern or "")
     except re.error as error:
@@ -62,6 +63,7 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _attribution_wrong(config: Config) -> Iterator[Contradiction]:
     entry = registered("advantage").get(config.credit.advantage)
+    # Of ours none is restricted.
     fitting = entry.value.attributions if entry else ()
     if fitting and config.credit.attribution not in fitting:
         yield Contradiction(
@@ -76,18 +78,20 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
+    # Its vocabulary is the tasks' words and tags alone.
     if config.format.kind == "chat":
         yield Contradiction(
             ("format.kind", "model.path"),
             "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
             " model, or take 'tags'.",
         )
-    if tiny.num_heads % tiny.num_kv_heads or tiny.hidden_size % (2 * tiny.num_heads):
+    is_pair = tiny.num_heads == 1 or tiny.num_heads % 2 == 0
+    if not is_pair or tiny.hidden_size % (2 * tiny.num_heads):
         yield Contradiction(
-            ("model.tiny.num_heads", "model.tiny.num_kv_heads", "model.tiny.hidden_size"),
-            f"model.tiny.num_heads: got {tiny.num_heads}, expected a multiple of num_kv_heads ="
-            f" {tiny.num_kv_heads}, and twice that a divisor of hidden_size = {tiny.hidden_size}:"
-            " heads share the width, and rotary positions need an even width each.",
+            ("model.tiny.num_heads", "model.tiny.hidden_size"),
+            f"model.tiny.num_heads: got {tiny.num_heads}, expected 1 or an even number, and twice"
+            f" that a divisor of hidden_size = {tiny.hidden_size}: heads share the width, and"
+            " rotary positions need an even width each.",
         )
 
 
@@ -144,6 +148,7 @@ def _run_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[Contradiction]:
+    # Settings of extensions are compared so too.
     value = value_of(config, name)
     limit = value_of(config, other)
     if value > limit:
@@ -192,19 +197,8 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
         yield from _buffer_wrong(config)
 
 
-def _encoder_wrong(encoder: str) -> Iterator[Contradiction]:
-    # A folder or hub id has one of these signs; a plain word is a misspelt name.
-    if encoder not in ("hashing", "minilm") and not any(sign in encoder for sign in "/:~."):
-        yield Contradiction(
-            ("buffer.encoder",),
-            f'buffer.encoder: got \'{encoder}\', expected "minilm", "hashing", a folder, a hub id,'
-            f' or "pypi:PACKAGE".{nearest(encoder, ("hashing", "minilm"))}',
-        )
-
-
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
-    yield from _encoder_wrong(settings.encoder)
     if settings.path == "self":
         empty = 'buffer.path = "self" begins empty'
         if not settings.grow.num_best:
@@ -240,6 +234,7 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
             f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
             " tasks.",
         )
+    # A resumed run has nothing but its folder.
     if not config.track.record_trees:
         yield Contradiction(
             ("replay.fresh_frac", "track.record_trees"),
@@ -262,6 +257,7 @@ def _replay_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _secrets_wrong(config: Config) -> Iterator[Contradiction]:
+    # All of them: extensions have addresses that the core does not know.
     for name, value in flatten(config.model_dump(mode="json")).items():
         if public(value) != value:
             yield Contradiction(
@@ -285,8 +281,13 @@ def contradictions(config: Config) -> list[Contradiction]:
         _secrets_wrong,
         _replay_wrong,
     )
-    others = (check for entry in extensions().entries for check in entry.brings.get("checks", ()))
-    return [fault for check in (*checks, *others) for fault in check(config)]
+    found: list[Contradiction] = []
+    for check in checks:
+        found += check(config)
+    for entry in extensions().entries:
+        for other in entry.brings.get("checks", ()):
+            found += other(config)
+    return found
 
 
 # --- what settings and the parts made from them contradict ----------------------------------------
@@ -310,20 +311,23 @@ def check(
 
 
 def check_context(config: Config, limit: int) -> list[Contradiction]:
-    """Returns a contradiction where no prompt fits beside a completion; `limit` is the most tokens
+    """Returns a contradiction where no prompt fits in with a completion; `limit` is the most tokens
     that the model reads in all."""
     name, wanted = longest_completion(config)
     text = (
         f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all; lower it"
         " so that prompts fit too."
     )
+    # Equal is too much: a prompt has at least one token.
     return [Contradiction((name, "model.path"), text)] if wanted >= limit else []
 
 
 def refuse(found: Sequence[Contradiction]) -> None:
     """Raises SettingError with all contradictions, where there is any."""
+    names: list[str] = []
+    for one in found:
+        names += one.settings
     if found:
-        names = [name for one in found for name in one.settings]
         raise SettingError(
             "\n".join(one.text for one in found), settings=names, code="settings-contradict"
         )
@@ -361,6 +365,7 @@ def _branches_contradicted(
     config: Config, explorer: Explorer, tools: Sequence[Tool], environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
     """Branches over a state that cannot be had again."""
+    # Separate rollouts share no state.
     if not branches(explorer):
         return
     actions = {tool.name for tool in environment.tools} if environment else ()
@@ -373,15 +378,19 @@ def _branches_contradicted(
             " or as environment.capability, or use explorers that do not branch.",
         )
     # A tool has one state for all trajectories, so there is nothing that a branch could copy.
-    others = (tool for tool in tools if tool.name not in own)
-    if stateful := [one.name for one in others if one.capability is not Capability.STATELESS]:
+    stateful: list[str] = []
+    for tool in tools:
+        if tool.name not in own and tool.capability is not Capability.STATELESS:
+            stateful.append(tool.name)
+    if stateful:
         yield Contradiction(
             ("explore.explorers", "tools.use"),
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
             " replay, which each trajectory has one of. Use explorers that do not branch, make the"
             " tool stateless, or make it a method of an [environment]."
-            + how_stateless(config.tools),
+            " Tools of an MCP server that keep nothing between calls are declared by"
+            ' capability = "stateless" in its entry of tools.mcp.',
         )
 
 
@@ -400,6 +409,7 @@ def _grafts_contradicted(
     config: Config, environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
     """Grafts over a state on which their calls cannot be tried."""
+    # A grafted call may be true in the other agent's world alone.
     names = retrieving(config.explore.explorers)
     if names and environment is not None and environment.capability is Capability.NONE:
         name = names[0]

@@ -49,9 +49,13 @@ def explorer_kinds(names: Sequence[str]) -> dict[str, ExplorerKind]:
 @functools.cache
 def _kinds(names: tuple[str, ...]) -> dict[str, ExplorerKind]:
     # Once for each list of names: settings, checks and every part of a run go by these facts.
-    others = {name: entry.value for name, entry in registered("explorer").items()}
-    known = {**CORE_EXPLORERS, **others}
-    return {name: known[name] for name in names if name in known}
+    found: dict[str, ExplorerKind] = {}
+    for name in names:
+        if name in CORE_EXPLORERS:
+            found[name] = CORE_EXPLORERS[name]
+        elif entry := registered("explorer").get(name):
+            found[name] = entry.value
+    return found
 
 
 def chosen_kinds(config: Settings) -> dict[str, ExplorerKind]:
@@ -72,12 +76,16 @@ def retrieving(explorers: Sequence[str]) -> list[str]:
 def idle_told(config: Settings) -> dict[str, Callable[[Settings], str]]:
     """Returns, for settings that a chosen explorer uses in a way of its own, why they have no
     effect, a function as in `Facts.idle_unless`."""
-    return {name: why for kind in chosen_kinds(config).values() for name, why in kind.idle.items()}
+    told: dict[str, Callable[[Settings], str]] = {}
+    for kind in chosen_kinds(config).values():
+        told |= kind.idle
+    return told
 
 
 def defaults_told(config: Settings) -> dict[str, Any]:
     """Returns the defaults that chosen explorers have for settings of others, by dotted name."""
     told: dict[str, Any] = {}
+    # The first explorer of the list decides, as it does about starts.
     for kind in chosen_kinds(config).values():
         told = {**kind.defaults, **told}
     return told
@@ -125,12 +133,14 @@ def _size_of_rise_counts(config: Settings) -> str:
 
 def half_the_leaves(config: Settings) -> int:
     """Returns half of explore.num_leaves, at least 1."""
+    # A tree of one leaf still has a start.
     return max(1, int(value_of(config, "explore.num_leaves")) // 2)
 
 
 class EntropySettings(Settings):
     """ARPO's rule for branches (arXiv 2507.19849), see `EntropyBranching`."""
 
+    # ARPO, app. C: 8 of 16.
     num_starts: int = setting(8, ge=1, default_of=half_the_leaves)
     """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
     default; the rest are branches and back-fill."""
@@ -178,6 +188,7 @@ def _has_stages(config: Settings) -> str:
 
 
 class ExploreSettings(Settings):
+    # The simplest method by default, so that a method is always a choice.
     explorers: list[str] = setting(["independent"], min_length=1, seam="explorer")
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), names that extensions bring, or import paths "package.module:Explorer". Starts
@@ -215,8 +226,9 @@ class GrowSettings(Settings):
     buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
+    # A size that is searched exactly in a few milliseconds.
     capacity: int = setting(20_000, ge=1)
-    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
+    """Most traces of the agent's own; past it the oldest policy's go first, of these the
     least rewarded."""
 
 
@@ -226,7 +238,7 @@ _asks_a_model = Condition(
 
 
 def _building(default: Any, **facts: Any) -> Any:
-    """A setting that `treegraft buffer build` alone takes notice of."""
+    """A setting that only `treegraft buffer build` reads."""
     return setting(default, only_for="buffer build", **facts)
 
 
@@ -240,12 +252,14 @@ class BuildSettings(Settings):
     source: str | None = _building(None, acts="nothing")
     """Name of the agent in the buffer; None for "expert", the server's model or the model's
     place."""
+    # RAPO, app. C.3.
     num_samples: int = _building(16, ge=1)
     """Attempts per task (RAPO's N)."""
+    # RAPO, app. C.3.
     num_best: int = setting(5, ge=1)
-    """Trajectories kept per task, the best by reward (RAPO's K)."""
+    """Trajectories stored per task, the best by reward (RAPO's K)."""
     min_reward: float = 0.0
-    """Only trajectories with a reward above this are kept."""
+    """Only trajectories with a reward above this are stored."""
     num_tasks: int | None = _building(None, ge=1)
     """Training tasks that are answered, the first ones; None for all."""
     temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_model)
@@ -269,18 +283,20 @@ class BufferSettings(Settings):
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
     are expanded), a .jsonl file of trajectories as `treegraft buffer import` reads them, of which
     the run makes its own buffer, "expert": the tasks' scripted expert solves the training tasks
-    before the first update, or "self": empty at first, it holds the agent's own best trajectories
-    alone (`buffer.grow`)."""
+    before the first update, or "self": empty at first, then the agent's own best trajectories alone
+    (`buffer.grow`)."""
     build: BuildSettings = BuildSettings()
     """Filling a buffer with the trajectories of an agent."""
     encoder: str = setting("minilm", acts="reads")
     """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
+    # The paper does not say; "skip" never shows the agent an answer.
     terminal: Literal["skip", "exclude", "allow"] = setting("skip", idle_unless=with_graft)
     """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
-    "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
+    "exclude" uses the nearest of the others, "allow" uses it (a reading of the paper; it leaks
     answers of the training tasks)."""
+    # On, as in RAPO, whose buffer is made of the training tasks.
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved; where a trace has no task id, its question
     tells."""
@@ -288,8 +304,5 @@ class BufferSettings(Settings):
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
-    num_tries: int = setting(4, ge=1, idle_unless=(with_graft, when("environment.kind")))
-    """Nearest steps that are tried in the trajectory's environment, one after another; the first
-    whose results come true there is attached."""
     grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))
     """A buffer that learns from the agent's own best trajectories."""

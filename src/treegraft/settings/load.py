@@ -75,6 +75,7 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
                 code="setting-no-table",
             )
         place = inner
+    # Two overrides of one table go together; of a value the last counts.
     both_tables = isinstance(value, dict) and isinstance(place.get(last), dict)
     place[last] = {**place[last], **value} if both_tables else value
 
@@ -90,11 +91,11 @@ def _set_by(name: str, value: Any) -> Iterator[str]:
 
 def _whole_name(name: str) -> str:
     """Returns the dotted name: the last part alone will do where only one setting has it."""
-    same = [
-        known
-        for known, found in known_settings().items()
-        if known.rpartition(".")[2] == name and not found.facts.follows
-    ]
+    same: list[str] = []
+    for known, found in known_settings().items():
+        # A setting that follows another of its name is not meant: the other one is.
+        if known.rpartition(".")[2] == name and not found.facts.follows:
+            same.append(known)
     if len(same) != 1 or name in tables_and_settings():
         return name
     # TRL's `top_p` is about training, ours about evaluation: refused as unknown, with the reason.
@@ -106,6 +107,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for override in overrides:
         name, equals, text = (part.strip() for part in override.partition("="))
+        # A dot too many would make a table without a name.
         if not equals or not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             raise SettingError(
                 f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
@@ -121,6 +123,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 f"{COMMAND_LINE}: setting '{shortened(name)}': {error}", code="override-value"
             ) from error
         for one in _set_by(name, value):
+            # Silently the last would win, whatever the first was typed for.
             if one in names:
                 raise SettingError(
                     f"{COMMAND_LINE}: '{shortened(one)}' is given twice, and only the last would"
@@ -136,24 +139,24 @@ def _no_effect(name: str, reason: str) -> str:
     return f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
 
 
-def _refuse(overrides: Sequence[str], ignored: Sequence[str], reason: str) -> None:
+def _refuse(overrides: Sequence[str], ignored: tuple[str, ...], reason: str) -> None:
     for name in _apply({}, overrides):
-        if name.startswith(tuple(ignored)):
+        if name.startswith(ignored):
             raise SettingError(_no_effect(name, reason), code="override-idle")
 
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
-    """Refuses overrides that an evaluating command takes no notice of."""
+    """Refuses overrides that an evaluating command ignores."""
     reason = f"`treegraft {command}` neither trains nor branches; give it to `treegraft train`"
     _refuse(overrides, settings_with("ignored_by_eval"), reason)
 
 
 def refuse_foreign(overrides: Sequence[str], command: str) -> None:
-    """Refuses overrides that only another command takes notice of."""
+    """Refuses overrides that only another command reads."""
     for name in settings_with("only_for"):
         owner = tables_and_settings()[name.rstrip(".")].facts.only_for
         if owner != command:
-            _refuse(overrides, [name], f"only `treegraft {owner}` takes notice of it")
+            _refuse(overrides, (name,), f"only `treegraft {owner}` takes notice of it")
 
 
 def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
@@ -167,7 +170,7 @@ def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
 
 def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
     data, overlay = read_recipe(path)
-    # Also where it is not asked for: a recipe is right as a whole or not at all.
+    # Also without --smoke: a recipe is right as a whole or not at all.
     if unknown := list(unknown_settings(overlay or {})):
         name, value = unknown[0]
         raise SettingError(
@@ -188,6 +191,7 @@ def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
 def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
     if path.suffix != ".json":
         return _from_recipe(path, smoke=smoke)
+    # A resolved configuration has lost its overlay.
     if smoke:
         raise SettingError(
             f"{path}: --smoke: expected a recipe; a run's config.json has none.",
@@ -207,6 +211,7 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
 def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     """Returns one paragraph for one fault that pydantic found."""
     got = found["input"]
+    # Pydantic's place: tables, the setting, and what is within its value.
     name, *inner = map(str, found["loc"])
     while inner and tables_and_settings()[name].table is not None:
         name = f"{name}.{inner.pop(0)}"
@@ -214,7 +219,9 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     # nothing.
     if get_origin(tables_and_settings()[name].field.annotation) not in (list, tuple, dict):
         inner = []
-    items = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in inner)
+    items = ""
+    for part in inner:
+        items += f"[{part}]" if part.isdigit() else f".{part}"
     expected = re.sub("^(Input should be|Value error,|List should have) ", "", found["msg"])
     for theirs, ours in (
         ("Field required", "one more entry"),
@@ -227,6 +234,7 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
         f"{where(name)}: setting '{name}{items}': got {shown(got)}, expected"
         f" {expected[0].lower() + expected[1:]}."
     )
+    # Only words have other names elsewhere; a number is just out of range.
     if isinstance(got, str):
         fault += instead(f"{name}.{got}") or find_value(name, got)
         if expected == "a list":
@@ -296,20 +304,19 @@ def default_of(config: Config, name: str) -> Any:
 
 @functools.cache
 def _defaults() -> Config:
-    """The default configuration; it is frozen, and takes a while to make."""
+    """The default configuration; it is frozen, and slow to make."""
     return Config()
 
 
 def _filled_in(data: dict[str, Any], config: Config, where: Callable[[str], str]) -> Config:
     """Returns `config`, made of `data`, with the defaults that follow other settings."""
     told = defaults_told(config)
-    following = [
-        name
-        for name, known in known_settings().items()
-        if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT
-    ]
-    for name in following:
-        _put(data, name, default_of(config, name))
+    following: list[str] = []
+    for name, known in known_settings().items():
+        if (known.facts.default_of or name in told) and _at(data, name) is _ABSENT:
+            following.append(name)
+            _put(data, name, default_of(config, name))
+    # Once more: a default that follows others has limits too.
     config = _validate(data, where)
     for name in following:
         table, _, last = name.rpartition(".")
@@ -375,6 +382,7 @@ def load_config(
         means none.
         replaces: whether they replace the source's own; otherwise the two must agree.
     """
+    # Before the recipe: its settings may be those of the extension.
     if LEFT_OUT:
         raise SettingError("\n".join(LEFT_OUT), code="plugins-broken")
     data: dict[str, Any]
@@ -401,8 +409,11 @@ def load_config(
 
     config = _validate(data, where)
     config = _filled_in(data, config, where)
-    idle = [_no_effect(name, why) for name in names for why in _why_idle(name, config, used)]
+    idle: list[str] = []
+    for name in names:
+        idle += [_no_effect(name, why) for why in _why_idle(name, config, used)]
     found = contradictions(config)
+    # Contradictions first: they may be why the override has no effect.
     if idle and not found:
         raise SettingError("\n".join(idle), code="override-idle")
     if found:
@@ -429,6 +440,7 @@ def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:
 def traced(error: TreegraftError, origin: str, overrides: Sequence[str]) -> str:
     """Returns the message of an error that came up after loading, preceded by the setting that it
     is about, unless it names that, and by where this was set; unchanged where it knows none."""
+    # Where it knows no setting, no place in a recipe is to blame.
     if not error.settings:
         return str(error)
     typed = [f"{_whole_name(one.partition('=')[0].strip())}." for one in overrides]
@@ -443,8 +455,13 @@ def config_json(config: Config) -> str:
 
 def differences(own: Config, other: Config) -> list[str]:
     """Returns a phrase for each setting that differs: "learn.lr was 0.1, now 0.2"."""
-    pairs = ((name, value_of(own, name), value_of(other, name)) for name in known_settings())
-    return [f"{name} was {shown(was)}, now {shown(now)}" for name, was, now in pairs if was != now]
+    found: list[str] = []
+    for name in known_settings():
+        was = value_of(own, name)
+        now = value_of(other, name)
+        if was != now:
+            found.append(f"{name} was {shown(was)}, now {shown(now)}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,24 +43,19 @@ class Answer:
 
 @functools.cache
 def answers() -> tuple[Answer, ...]:
-    """Returns the answers that the package holds, in the order of its file."""
+    """Returns the answers of the package, in the order of its file."""
     path = files("treegraft.settings") / "names.toml"
     return answers_of(path.read_text(encoding="utf-8"))
 
 
 def answers_of(text: str) -> tuple[Answer, ...]:
     """Returns the answers of a file such as names.toml, in its order."""
-    entries = tomllib.loads(text)["answer"]
-    return tuple(
-        Answer(
-            tuple(entry.get("here", ())),
-            entry.get("note", ""),
-            entry.get("values", {}),
-            tuple(entry.get("trl", ())),
-            tuple(entry.get("verl", ())),
-        )
-        for entry in entries
-    )
+    found: list[Answer] = []
+    for entry in tomllib.loads(text)["answer"]:
+        # Hashable: caches and tests compare answers.
+        lists = {key: tuple(entry[key]) for key in ("here", "trl", "verl") if key in entry}
+        found.append(Answer(**(entry | lists)))
+    return tuple(found)
 
 
 @functools.cache

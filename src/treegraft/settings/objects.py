@@ -60,21 +60,23 @@ def with_objects(
     """Returns the settings with the objects' names in place, and the objects by these names.
 
     Args:
-        source: as `load_config` takes it; in a dict, functions and classes may stand where settings
-            take import paths.
+        source: as `load_config` takes it; in a dict, functions and classes may replace import
+            paths.
         objects: by the arguments of `treegraft.train`; None counts as not given.
         overrides: as `load_config` takes them.
-        replaces: an object takes the place of what the settings say; otherwise the two must agree.
+        replaces: an object replaces what the settings say; otherwise the two must agree.
 
     Raises:
         SettingError: an object of the wrong kind, one for a setting that the source has too, or
             wrong settings.
     """
+    # One set for both: an object in the dict and as an argument has one name.
     given = GivenObjects()
     if isinstance(source, Mapping):
         source = _named(source, given, "")
     settings: dict[str, Any] = {}
     for argument, value in objects.items():
+        # Most often a setting in place of an argument.
         if argument not in _ARGUMENTS:
             known = Objects.__annotations__
             raise SettingError(
@@ -88,6 +90,7 @@ def with_objects(
                 fault = "got a coroutine function; expected a plain one. Leave out its async."
                 raise SettingError(f"{argument}: {fault}", code="object-async")
             settings |= _ARGUMENTS[argument](value, given)
+    # Checks of settings may look the objects up.
     with giving(given):
         config = load_config(source, overrides, given=settings, replaces=replaces)
     if config.model.path.startswith(GIVEN) and config.engine.kind == "vllm":
@@ -123,6 +126,7 @@ def _model(value: Any, given: GivenObjects) -> dict[str, Any]:
     model = value[0]
     if not hasattr(model, "state_dict") or not hasattr(model, "config"):
         raise _wrong("model", model, "a transformers model as the first of the pair")
+    # The run makes adapters itself, and would train these as weights.
     if hasattr(model, "peft_config"):
         raise SettingError(
             "model: got a model with adapters; expected the model below them. Pass"
@@ -137,6 +141,7 @@ def _tasks(value: Any, given: GivenObjects) -> dict[str, Any]:
         return {"tasks.kind": "dataset", "tasks.dataset.train": [str(value)]}
     if isinstance(value, Mapping):
         return _split_tasks(value, given)
+    # By its members, not its class: a protocol needs no base.
     if hasattr(value, "train_tasks") and hasattr(value, "eval_tasks"):
         if isinstance(value, type):
             return {"tasks.kind": given.add("tasks", value)}
@@ -147,7 +152,7 @@ def _tasks(value: Any, given: GivenObjects) -> dict[str, Any]:
 
 
 def _held_out(value: Any, given: GivenObjects) -> dict[str, Any]:
-    """The tasks of an evaluation, all of which are asked."""
+    """The tasks of an evaluation, all of which are run."""
     if isinstance(value, Mapping):
         value = next((value[name] for name in HELD_OUT if name in value), value)
     if hasattr(value, "eval_tasks") or callable(value):
@@ -193,16 +198,16 @@ def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[st
             "a list of rows, a datasets.Dataset, a DataFrame, a file, or a task source; a generator"
             " can be read only once, so make a list of it",
         )
+    # An empty list would only be found by a file's message.
     if not rows:
         raise SettingError(
             f"{argument}: got no rows; expected at least one question.", code="no-rows"
         )
-    bad = next((one for one in rows if not isinstance(one, Mapping)), None)
-    if bad is not None:
-        raise _wrong(
-            f"{argument}: a row", bad, 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
-        )
-    return given.add(argument, value, [_plain(one) for one in rows], stem=stem), len(rows)
+    for one in rows:
+        if not isinstance(one, Mapping):
+            expected = 'a dict such as {"question": "1 + 1 ?", "answer": "2"}'
+            raise _wrong(f"{argument}: a row", one, expected)
+    return given.add(argument, value, list(map(_plain, rows)), stem=stem), len(rows)
 
 
 def _plain(value: Any) -> Any:
@@ -224,14 +229,20 @@ def _tools(value: Any, given: GivenObjects) -> dict[str, Any]:
     found = [value] if isinstance(value, str | Mapping) or callable(value) else value
     if not isinstance(found, Sequence):
         raise _wrong("tools", value, "a list of functions, names, and MCP servers as dicts")
-    servers = [dict(one) for one in found if isinstance(one, Mapping)]
-    names = [_callable("tools", one, given) for one in found if not isinstance(one, Mapping)]
+    servers: list[dict[str, Any]] = []
+    names: list[str] = []
+    for one in found:
+        if isinstance(one, Mapping):
+            servers.append(dict(one))
+        else:
+            names.append(_callable("tools", one, given))
     return ({"tools.use": names} if names else {}) | ({"tools.mcp": servers} if servers else {})
 
 
 def _environment(value: Any, given: GivenObjects) -> dict[str, Any]:
     if isinstance(value, str):
         return {"environment.kind": value}
+    # One object for all trajectories would mix up their states.
     is_one = not isinstance(value, type) and callable(getattr(value, "reset", None))
     if is_one or not callable(value):
         expected = "its class, or a function that makes one, since each trajectory has its own"
@@ -288,6 +299,7 @@ def _maker_of(value: Any) -> Callable[..., Any]:
     """A function that makes copies of an object, so that two runs share nothing."""
 
     def make(**_: Any) -> Any:
+        # The caller's object may be used for another run.
         return copy.deepcopy(value)
 
     return make

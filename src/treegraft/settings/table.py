@@ -20,11 +20,14 @@ from treegraft.core.registry import CORE_NAMES, registered
 class Settings(BaseModel):
     """A frozen table of settings that refuses unknown keys."""
 
+    # Frozen: parts hold a configuration and may go by it for a whole run.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         use_attribute_docstrings=True,
+        # A default outside its own limits is our mistake, found at import.
         validate_default=True,
+        # JSON has neither, and config.json is read again.
         allow_inf_nan=False,
     )
 
@@ -41,6 +44,7 @@ def with_value(settings: _Settings, name: str, value: Any) -> _Settings:
     """Returns settings with another value of the one of a dotted name; it is not validated."""
     first, _, rest = name.partition(".")
     changed = with_value(getattr(settings, first), rest, value) if rest else value
+    # A copy: the configuration of a checkpoint stays as it was.
     return settings.model_copy(update={first: changed})
 
 
@@ -51,6 +55,7 @@ def with_choices(config: _Settings, before: Settings | None = None) -> _Settings
         before: the configuration of the run that goes on, which has chosen already; None chooses.
     """
     for name, choice in registered("choice").items():
+        # A choice belongs to a machine, so a resumed run stays with the first one.
         if value_of(config, name) == "auto":
             value = value_of(before, name) if before else choice.load()(config)
             config = with_value(config, name, value)
@@ -83,6 +88,7 @@ class Condition:
         value = value_of(config, self.other)
         if self.counts(value):
             return ""
+        # As a recipe would have it: 0.5, not 0.5000000000000001.
         said = f"{value:g}" if isinstance(value, float) else repr(value)
         said = {"False": "off", "''": "empty"}.get(said, said)
         return f"{self.other} is {said}{self.advice}"
@@ -118,6 +124,7 @@ def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
     model with adapters alone (None: as `full`), `full` for any other language model."""
 
     def default(config: Any) -> Any:
+        # Random weights take larger steps and write shorter texts.
         if config.model.path == "tiny":
             return tiny
         return lora if config.model.lora.rank and lora is not None else full
@@ -136,7 +143,7 @@ address or listens at one, or does "nothing". That of a value without a declarat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
+    """Facts about a setting, or all settings of a table, apart from type, limits and meaning."""
 
     seam: str = ""
     """The seam of the registry whose names it takes besides import paths; empty for a setting
@@ -156,9 +163,9 @@ class Facts:
     """Its default as a function of the whole configuration, taken while loading; the default of the
     field is that of the default configuration."""
     only_for: str = ""
-    """The one command that takes notice of it; empty for all that train."""
+    """The one command that reads it; empty for all that train."""
     follows: bool = False
-    """At None it takes the value of the setting of its name elsewhere, which the bare name
+    """At None it has the value of the setting of its name elsewhere, which the bare name
     means."""
     retrieval_source: bool = False
     """Decides whose steps are retrieved."""
@@ -184,7 +191,7 @@ def setting(
     """
     field: FieldInfo = Field(default, ge=ge, gt=gt, le=le, lt=lt, min_length=min_length)
     conditions = (idle_unless,) if isinstance(idle_unless, Condition) else idle_unless
-    # Pydantic keeps metadata that it does not know.
+    # Pydantic leaves metadata alone that it does not know.
     field.metadata.append(Facts(idle_unless=conditions, **facts))
     return field
 
@@ -200,7 +207,7 @@ class Setting:
     """Dotted, from the root."""
     field: FieldInfo
     above: tuple[Facts, ...]
-    """Facts of the tables that it stands in, from the root down."""
+    """Facts of the tables above it, from the root down."""
 
     @property
     def table(self) -> type[Settings] | None:
@@ -228,6 +235,7 @@ class Setting:
     def names(self) -> tuple[str, ...]:
         """The names that it takes besides import paths, ours first, then those of extensions."""
         seam = self.facts.seam
+        # Ours first, as the nearest name of two equally near ones.
         return (*CORE_NAMES.get(seam, ()), *registered(seam)) if seam else ()
 
     def act(self, value: Any) -> Act:
@@ -249,6 +257,7 @@ class Setting:
         parts = self.name.split(".")
         for depth, facts in enumerate((*self.above, self.facts), 1):
             name = ".".join(parts[:depth])
+            # The chosen explorer knows better than the table what it reads.
             for condition in (told[name],) if name in told else facts.idle_unless:
                 # A table's condition may be one of its own settings, which has an effect always.
                 decides = isinstance(condition, Condition) and condition.other == self.name
@@ -290,6 +299,7 @@ def acting(
         prefix: dotted name of `table` with a dot behind it, "" for the root.
     """
     for key, value in values.items():
+        # A folder from elsewhere may be of another version: nothing is known of it.
         if key not in table.model_fields:
             yield "unknown", f"{prefix}{key!r}", value
             continue
@@ -340,6 +350,7 @@ def joined(
         grown = joined(field.annotation, rest, more, home, f"{above}{name}.")
         again = copy.copy(field)
         again.annotation = grown
+        # Of the grown class, else pydantic refuses the default of its own field.
         again.default = grown.model_validate(field.default.model_dump(exclude_unset=True))
         fields[name] = (grown, again)
     else:

@@ -15,6 +15,7 @@ MAX_TASKS = 1_000_000
 class SearchWorldSettings(Settings):
     hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
     """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
+    # So many that a guess is rarely right.
     num_entities: int = setting(64, ge=8)
     """Entities of a world, one word each; with `words` at most 96."""
     num_relations: int = setting(8, ge=5)
@@ -44,7 +45,7 @@ class DatasetSettings(Settings):
     """Files (.jsonl, .json, .csv, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
     "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = setting([], acts="reads")
-    """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
+    """The same for evaluation; without any, the last `num_eval` training rows, a fifth where
     there are no more than those."""
     question_column: str = setting("question", acts="nothing")
     """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
@@ -57,7 +58,7 @@ class DatasetSettings(Settings):
     reference_after: str | None = setting(
         None, acts="nothing", idle_unless=when("tasks.dataset.reference_column")
     )
-    """Keep only what follows this mark in the reference ("####" for GSM8K); None keeps all."""
+    """Use only what follows this mark in the reference ("####" for GSM8K); None for all."""
 
 
 class TasksSettings(Settings):
@@ -106,7 +107,7 @@ class FormatSettings(Settings):
     calls and results as the model's own chat template writes them; a name that an extension
     brings, or an import path."""
     chat_template: str | None = setting(None, acts="imports", idle_unless=_in_chat)
-    """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
+    """Chat template: None for the model's own or, where that cannot show tools, one of ours that
     fits; "own" insists on the model's; "chatml", "llama3", "gemma", "mistral" and "plain" are ours;
     else a Jinja file (variables are expanded)."""
     template_options: dict[str, Any] = setting({}, acts="imports", idle_unless=_in_chat)
@@ -151,5 +152,6 @@ class RewardSettings(Settings):
     )
     """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
     is the released code's."""
+    # Long enough for a judge over the network, short enough not to stop a run.
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for the rewards of one tree, in seconds."""

@@ -21,6 +21,7 @@ class SearchToolSettings(Settings):
     own, "http" asks a server that speaks Search-R1's retrieve protocol (such as `treegraft serve
     search`), "web" a search engine; or the import path of a class or function, called with this
     table."""
+    # Search-R1's and RAPO's.
     top_k: int = setting(3, ge=1, le=1000)
     """Passages returned by one search."""
 
@@ -29,14 +30,16 @@ class ToolsSettings(Settings):
     use: list[str] = setting([], seam="tool")
     """"search", names that extensions bring ("python", "browse"), or import paths
     "package.module:function"; the tasks' own tools are always on."""
+    # A search or a short program ends well before; the trajectory waits for it.
     deadline_s: float = setting(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
+    # A page would fill the context of a small model.
     max_output_chars: int = setting(2000, ge=16)
     """Output cap of one call, in characters."""
     cache: bool = True
-    """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    """Answer repeated calls of cacheable tools from memory; errors are never stored."""
     cache_path: str = setting("", acts="writes", idle_unless=when("tools.cache"))
-    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
+    """SQLite file with results of cacheable tools and a fingerprint; variables are expanded;
     empty for none."""
     max_concurrent: int = setting(16, ge=1)
     """Calls under way at once."""
@@ -59,13 +62,10 @@ class EnvironmentSettings(Settings):
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
-    "auto" takes the class's own declaration."""
+    "auto" is the class's own declaration."""
     deadline_s: float = setting(60.0, gt=0)
     """Longest wait for making and resetting, copying, or asking for the reward, in seconds; calls
     have tools.deadline_s."""
-    success_reward: float = 1.0
-    """Environment reward from which the trajectory of a task without a reference counts as
-    correct."""
 
     def capability_without_fork(self, reason: str) -> Capability:
         """Returns the capability of environments that cannot be copied; "none" unless declared.
@@ -93,16 +93,3 @@ class EnvironmentSettings(Settings):
                 f" {', '.join(table.model_fields)}.",
                 code="environment-options-invalid",
             ) from error
-
-
-def how_stateless(tools: ToolsSettings) -> str:
-    """Returns how a server's tools are declared stateless, "" where the recipe names no server."""
-    # A setting of an extension, which may be missing.
-    servers = getattr(tools, "mcp", ())
-    names = [server.name for server in servers if server.capability != "stateless"]
-    if not names:
-        return ""
-    return (
-        f" For a server whose tools keep nothing between calls ({', '.join(names)}), write"
-        ' capability = "stateless" in its entry of tools.mcp.'
-    )

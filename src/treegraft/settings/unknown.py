@@ -1,4 +1,4 @@
-"""Unknown settings: which a recipe holds, and what to write instead."""
+"""Unknown settings: those of a recipe, and what to write instead."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ def suggestion(name: str, value: Any = None) -> str:
     `name`; an empty string where nothing is near."""
     # Hydra's marks for settings that are added, forced or removed.
     name = name.lstrip("+~")
+    # First: what was there once is never a misspelling.
     if gone := instead(name):
         return gone
     table, _, last = name.rpartition(".")
     same_last = [leaf for leaf in known_settings() if leaf.rpartition(".")[2] == last]
+    # Where somebody looked for it, most likely.
     siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
     # One letter off in the table's name; the setting's own name may be another framework's too.
     if close := _nearest(name, same_last if table else (), 0.92):

@@ -32,6 +32,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
+    # Of ours and of extensions, a maker; of an import path, the user's own.
     found = find(settings.kind, TASKS, "tasks", "tasks.kind")
     if ":" not in settings.kind:
         built_in: TaskSource = found(settings, seed)

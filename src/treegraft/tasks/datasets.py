@@ -28,7 +28,6 @@ from treegraft.tasks.fields import (
     is_nested,
     last_question,
     nested_columns,
-    places_within,
     read_messages,
 )
 from treegraft.tasks.open import OpenTasks
@@ -59,6 +58,7 @@ class DatasetSource(OpenTasks):
             DataError: a file is missing or unreadable, no row has a column that the settings name,
                 or none is usable.
         """
+        # Evaluating alone needs none, so this is no check of the settings.
         if not self._settings.train:
             raise SettingError(
                 "tasks.dataset.train is empty; name the training files, or only evaluate",
@@ -79,21 +79,22 @@ class DatasetSource(OpenTasks):
         """Returns the words of the rows, for the tiny model: of questions, references and columns
         of text. Reads the files; raises as `train_tasks` does."""
         tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
-        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
-        texts = (value for row in rows for value in row if isinstance(value, str))
-        return sorted({word for text in texts for word in text.split()})
+        words: set[str] = set()
+        for task in tasks:
+            for value in (task.question, *task.reference, *task.columns.values()):
+                if isinstance(value, str):
+                    words.update(value.split())
+        return sorted(words)
 
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
         does."""
         scans = [self._training] if self._settings.train else []
         scans += [self._eval] if self._settings.eval else []
-        sentences = [
-            sentence
-            for scan in scans
-            for spec, defects in scan.defects.items()
-            for sentence in defects.summary(spec)
-        ]
+        sentences: list[str] = []
+        for scan in scans:
+            for spec, defects in scan.defects.items():
+                sentences += defects.summary(spec)
         if self._settings.train and self._has_too_few:
             num_train, num_eval = map(len, self._train)
             sentences.append(
@@ -125,6 +126,7 @@ class DatasetSource(OpenTasks):
         scan = self._training
         held_out = tuple(scan.last)
         if self._has_too_few:
+            # A fifth, so that a small file still trains.
             held_out = held_out[-max(1, scan.num_usable // 5) :]
         num_left = scan.num_usable - len(held_out)
         if num_left < 1:
@@ -214,6 +216,7 @@ class _Scan:
         # Digests, since the texts of a large file would not fit in memory.
         key = _digest(question)
         pair_key = _digest(question, *task.reference)
+        # A repeated row would weigh twice in training and in results.
         is_new = pair_key not in self.pairs
         if not is_new:
             defects.add(_REPEATED, row)
@@ -225,11 +228,6 @@ class _Scan:
 
 
 _NESTED = "with a list or an object where a text is expected"
-_EXPECTED = {
-    "question_column": 'a text, or chat messages such as [{"role": "user", "content": "..."}]',
-    "reference_column": "a text, a number, or a list of those",
-    "category_column": "a text or a number",
-}
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
@@ -239,13 +237,17 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
     """Returns the row as a task; None, after counting the defect, where it cannot be used."""
     wanted = (settings.question_column, settings.reference_column, settings.category_column)
     # A column that the settings leave empty counts as found, without a value.
-    found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
-    if None in found:
-        defects.add(_NO_COLUMN, row.number)
-        defects.lacking = defects.lacking or row.values
-        defects.columns |= {column for column, _ in nested_columns(row.values)}
-        return None
-    question, reference, category = (pair[1] for pair in found if pair is not None)
+    cells: list[Any] = []
+    for column in wanted:
+        found = find_value(row.values, [column]) if column else ("", None)
+        if found is None:
+            defects.add(_NO_COLUMN, row.number)
+            # Kept for the error about a column that no row has, which says what there is instead.
+            defects.lacking = defects.lacking or row.values
+            defects.columns |= dict(nested_columns(row.values)).keys()
+            return None
+        cells.append(found[1])
+    question, reference, category = cells
     messages: tuple[dict[str, Any], ...] = ()
     if are_messages(question):
         try:
@@ -283,12 +285,14 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
 
 def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) -> None:
     """Raises DataError for a source without a usable row, naming the likeliest reason."""
+    # An empty file has no columns to compare either.
     if defects.num_rows == 0:
         raise DataError(
             f"'{spec}' has no rows; expected one question per row", code="no-rows-in-file"
         )
     for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
+        # A column that some rows have is a defect of the others.
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"
@@ -316,18 +320,16 @@ def _likely(setting: str, column: str, defects: _FileDefects) -> str:
 
 def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
     """Raises DataError for a row with a list or an object where a text is expected."""
-    for setting, expected in _EXPECTED.items():
+    for setting in ("question_column", "reference_column", "category_column"):
         column = getattr(settings, setting)
         found = find_value(row, [column]) if column else None
-        value = found[1] if found is not None else None
-        if setting == "question_column" and are_messages(value):
-            continue
+        value = None if found is None or are_messages(found[1]) else found[1]
         if is_nested(value, may_be_list=setting == "reference_column"):
             raise DataError(
-                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
-                f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
-                f" expected {expected}. Name the place of a text within it:"
-                f" {', '.join(places_within(value, column)) or 'it holds none'}",
+                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds {value!r:.200};"
+                " expected a text, a number, a list of accepted answers, or chat messages of a"
+                f" question. Name the place of one within it, such as '{column}.0' of a list or"
+                f" '{column}.name' of an object.",
                 code="column-no-text",
             )
 

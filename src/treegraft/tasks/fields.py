@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from treegraft.core.errors import nearest
@@ -76,7 +75,11 @@ def _inner(value: Any, part: str) -> Any:
 def _entry(values: Mapping[str, Any], name: str) -> Any:
     if name in values:
         return values[name]
-    return next((value for key, value in values.items() if key.lower() == name.lower()), _MISSING)
+    # Spreadsheets and people write "Answer" for "answer".
+    for key, value in values.items():
+        if key.lower() == name.lower():
+            return value
+    return _MISSING
 
 
 def nested_columns(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,8 +94,11 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
     """Returns the texts of a reference, a single one or a list, that are not blank, each once;
     lists and objects in it are not texts."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    texts = (str(one).strip() for one in values if not (_is_blank(one) or is_nested(one)))
-    return tuple(dict.fromkeys(text for text in texts if text))
+    texts: dict[str, None] = {}
+    for one in values:
+        if not (_is_blank(one) or is_nested(one)) and (text := str(one).strip()):
+            texts[text] = None
+    return tuple(texts)
 
 
 def is_nested(value: Any, *, may_be_list: bool = False) -> bool:
@@ -101,15 +107,6 @@ def is_nested(value: Any, *, may_be_list: bool = False) -> bool:
     if may_be_list and isinstance(value, (list, tuple)):
         return any(map(is_nested, value))
     return isinstance(value, (Mapping, list, tuple))
-
-
-def places_within(value: Any, column: str) -> list[str]:
-    """Returns the paths of the texts and numbers within a list or an object, at most 8."""
-    if not is_nested(value):
-        return [column]
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    found = (path for key, one in pairs for path in places_within(one, f"{column}.{key}"))
-    return list(islice(found, 8))
 
 
 def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
@@ -136,11 +133,14 @@ def control_places(value: Any, path: str) -> list[tuple[str, str]]:
     if isinstance(value, str):
         found = CONTROL.search(value)
         return [(path, value[max(0, found.start() - 12) : found.end() + 12])] if found else []
+    places: dict[tuple[str, str], None] = {}
     if isinstance(value, Mapping):
-        places = [(f"{path}.{key}" if path else str(key), one) for key, one in value.items()]
-    else:
-        places = [(path, one) for one in value] if isinstance(value, (list, tuple)) else []
-    return list(dict.fromkeys(found for name, one in places for found in control_places(one, name)))
+        for key, one in value.items():
+            places |= dict.fromkeys(control_places(one, f"{path}.{key}" if path else str(key)))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            places |= dict.fromkeys(control_places(one, path))
+    return list(places)
 
 
 @dataclass(slots=True)
@@ -164,11 +164,11 @@ class Defects:
         Args:
             kept: the kind whose rows were used nevertheless.
         """
-        return [
-            f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} {kind}"
-            f" {'was' if len(rows) == 1 else 'were'} {'kept' if kind == kept else 'left out'}"
-            for kind, rows in self.rows.items()
-        ]
+        sentences: list[str] = []
+        for kind, rows in self.rows.items():
+            counted = f"{len(rows)} rows {kind} were" if len(rows) > 1 else f"1 row {kind} was"
+            sentences.append(f"{counted} {'kept' if kind == kept else 'left out'}")
+        return sentences
 
 
 # ---------------------------------------------------------------------- chat messages
@@ -194,6 +194,7 @@ def read_messages(value: Any) -> tuple[dict[str, Any], ...]:
             or a part that is not text.
     """
     messages = tuple(map(_message, value))
+    # The agent writes the next message, so the last one must be another's.
     if messages[-1]["role"] not in ("user", "tool") or not last_question(messages).strip():
         raise ValueError(
             f"messages that end with the role '{messages[-1]['role']}' and do not ask anything"
@@ -211,8 +212,10 @@ def check_role(role: Any, known: Sequence[str] = ROLES) -> None:
 
 def last_question(messages: Any) -> str:
     """Returns the content of the last message by the user; empty without one."""
-    users = (one for one in reversed(messages) if one.get("role") == "user")
-    return next((message_text(one.get("content")) for one in users), "")
+    for one in reversed(messages):
+        if one.get("role") == "user":
+            return message_text(one.get("content"))
+    return ""
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,15 +235,23 @@ def message_text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, (list, tuple)) else []
-    texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
-    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    texts: list[str] = []
+    for one in parts:
+        text = one.get("text") if isinstance(one, Mapping) else None
+        # Images and sounds have no text, and dropping them would change the question.
+        if not isinstance(text, str):
+            parts = []
+            break
+        texts.append(text)
+    if not parts:
         raise ValueError("a message whose content holds something other than text")
-    return "".join(map(str, texts))
+    return "".join(texts)
 
 
 def _call(given: Any) -> dict[str, Any]:
     function = given.get("function", given) if isinstance(given, Mapping) else {}
     arguments = function.get("arguments")
+    # As OpenAI's interface has them; templates want the object.
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

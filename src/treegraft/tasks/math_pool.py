@@ -39,6 +39,7 @@ class MathPool(WorkerPool):
             DeadlineExceeded: no worker became free.
             TreegraftError: a worker could not be started.
         """
+        # With the deadline: a longer one may find what a shorter one did not.
         key = (prediction, reference, deadline_s)
         with self._remembering:
             if key in self._verdicts:

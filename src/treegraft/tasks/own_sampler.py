@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import blaming
 from treegraft.core.interfaces import TaskSampler
-from treegraft.core.types import Task, Tree
+from treegraft.core.types import Task
 
 SETTING = "sampler.kind"
 
 
 class OwnSampler:
-    """A `TaskSampler` that asks another one, and refuses what no update could go on with.
+    """A `TaskSampler` that asks another one, and refuses what no update could go on with. Members
+    without a check are the other one's own, whose errors name it.
 
     Raises:
         SettingError: the other one raises an error, deals what is no task of the run, a task twice,
@@ -27,11 +28,19 @@ class OwnSampler:
         self._path = path
         self._tasks = {task.id: task for task in tasks}
 
+    def __getattr__(self, member: str) -> Callable[..., Any]:
+        def ask(*args: Any, **named: Any) -> Any:
+            with blaming(self._path, SETTING):
+                return getattr(self._sampler, member)(*args, **named)
+
+        return ask
+
     @property
     def state(self) -> Mapping[str, Any]:
         """The other one's."""
         with blaming(self._path, SETTING):
             found = self._sampler.state
+        # Now, not when a checkpoint is written after an update that took an hour.
         try:
             read = json.loads(json.dumps(found))
         except (TypeError, ValueError) as error:
@@ -41,25 +50,19 @@ class OwnSampler:
             raise self._refusal("state", f"a {type(found).__name__}", "a mapping")
         return read
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Hands the state on."""
-        self._ask("restore", state)
-
     def references(self, number: int) -> Sequence[Task]:
         """Returns the other one's."""
-        return self._different("references", self._ask("references", number))
-
-    def label(self, number: int, trees: Sequence[Tree]) -> None:
-        """Hands the trees on."""
-        self._ask("label", number, trees)
+        with blaming(self._path, SETTING):
+            found = list(self._sampler.references(number))
+        return self._different("references", found)
 
     def draw(
         self, number: int, first: int, *, size: int, without: Collection[str] = ()
     ) -> Sequence[Task]:
         """Returns what the other one deals."""
-        dealt = self._different(
-            "draw", self._ask("draw", number, first, size=size, without=without)
-        )
+        with blaming(self._path, SETTING):
+            found = list(self._sampler.draw(number, first, size=size, without=without))
+        dealt = self._different("draw", found)
         again = [task.id for task in dealt if task.id in without]
         if again or len(dealt) > size or (not dealt and not without):
             got = f"{[task.id for task in dealt]!r:.200} for update {number}"
@@ -67,32 +70,18 @@ class OwnSampler:
             raise self._refusal("draw", got, expected)
         return dealt
 
-    def take(self, number: int, trees: Sequence[Tree]) -> None:
-        """Hands the trees on."""
-        self._ask("take", number, trees)
-
-    def drawn(self, first: int) -> Sequence[str]:
-        """Returns the ids that the other one gives."""
-        return list(self._ask("drawn", first))
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the other one's, as plain numbers."""
-        return {str(name): float(value) for name, value in self._ask("take_metrics").items()}
-
-    def _ask(self, member: str, *given: Any, **named: Any) -> Any:
-        with blaming(self._path, SETTING):
-            return getattr(self._sampler, member)(*given, **named)
-
-    def _different(self, member: str, found: Any) -> list[Task]:
-        """The tasks that a member has given, none twice."""
-        with blaming(self._path, SETTING):
-            given = list(found)
-        known = [one for one in given if isinstance(one, Task) and self._tasks.get(one.id) == one]
-        if len(known) < len(given) or len({task.id for task in known}) < len(given):
-            got = [getattr(one, "id", one) for one in given]
+    def _different(self, member: str, dealt: Sequence[Any]) -> list[Task]:
+        """The tasks that a member has dealt, none twice."""
+        known: dict[str, Task] = {}
+        for one in dealt:
+            # Equal, not only of one id: its columns are what rewards and environments see.
+            if isinstance(one, Task) and self._tasks.get(one.id) == one:
+                known[one.id] = one
+        if len(known) < len(dealt):
+            got = [getattr(one, "id", one) for one in dealt]
             expected = "different tasks out of those that it was made with"
             raise self._refusal(member, f"{got!r:.200}", expected)
-        return known
+        return list(known.values())
 
     def _refusal(self, member: str, got: str, expected: str) -> SettingError:
         return SettingError(

@@ -7,10 +7,8 @@ import io
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,6 @@ _BATCH_ROWS = 64
 """So few, since a file of some kilobytes may hold a long text in every row."""
 _MAX_CELL = 10_000_000
 """Characters; the csv module's own limit is shorter than some questions with their context."""
-
-
-_MOST_LEVELS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,7 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
         return (Row(number, values) for number, values in enumerate(load_object(spec)))
     path = _resolve(spec)
     read = FILE_TYPES.get(path.suffix.lower())
+    # By suffix, not by contents: JSON and JSONL begin alike.
     if read is None:
         raise SettingError(
             f"'{spec}' is no kind of file that can be read; expected {', '.join(FILE_TYPES)} or"
@@ -73,9 +69,11 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
 def words_in(spec: str) -> list[str]:
     """Returns the words of all texts in the rows, sorted; a tag parts words as a blank does. Raises
     as `read_rows`."""
-    rows = (row.values for row in read_rows(spec, "train") if isinstance(row, Row))
-    texts = (text for values in rows for text in _texts(values))
-    return sorted({word for text in texts for word in re.sub(TAGS, " ", text).split()})
+    words: set[str] = set()
+    for row in read_rows(spec, "train"):
+        for text in _texts(row.values) if isinstance(row, Row) else ():
+            words.update(re.sub(TAGS, " ", text).split())
+    return sorted(words)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -101,8 +99,12 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
         else:
             name = Path(spec).stem
         # Two files of one name would give two tasks the same id.
-        free = chain([name], (f"{name}-{number}" for number in count(2)))
-        names[spec] = next(one for one in free if one not in names.values())
+        free = name
+        number = 1
+        while free in names.values():
+            number += 1
+            free = f"{name}-{number}"
+        names[spec] = free
     return names
 
 
@@ -171,22 +173,24 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
     """Rows below a line of column names; every value is a text."""
     csv.field_size_limit(_MAX_CELL)
     number = -1
-    columns = list[str]()
     with _opened(path) as file:
         try:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-            for cells in csv.reader(text, strict=True):
-                if not columns:
-                    columns = _distinct(cells, path)
-                elif cells:  # an empty line has none
-                    number += 1
-                    if len(cells) == len(columns):
-                        yield Row(number, dict(zip(columns, cells, strict=True)))
-                    else:
-                        yield BadRow(
-                            f"row {number} has {len(cells)} cells, expected {len(columns)}; it was"
-                            " left out"
-                        )
+            reader = csv.DictReader(text, strict=True)
+            # Spreadsheets write empty columns without a name; of two with one, the first is lost.
+            names = [name for name in reader.fieldnames or () if name]
+            if len(set(names)) < len(names):
+                raise DataError(
+                    f"'{path}' has several columns of one name among {', '.join(names)}; expected"
+                    " each name once. Rename or remove columns.",
+                    code="columns-repeated",
+                )
+            for number, values in enumerate(reader):
+                # The reader keeps cells beyond the columns under None, and fills up missing ones.
+                if None in values or None in values.values():
+                    yield BadRow(f"row {number} has not a cell for each column; it was left out")
+                else:
+                    yield Row(number, values)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(
                 f"'{path}' cannot be read as CSV after {number + 1} rows: {error}; expected UTF-8,"
@@ -195,30 +199,10 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
             ) from error
 
 
-def _distinct(columns: list[str], path: Path) -> list[str]:
-    """The names of columns; refuses two of one name, one of which would be lost."""
-    # Spreadsheets write empty columns without a name.
-    if twice := [name for name, num in Counter(columns).items() if num > 1 and name]:
-        raise DataError(
-            f"'{path}' has several columns named {', '.join(map(repr, twice))}; expected each name"
-            " once. Rename or remove columns.",
-            code="columns-repeated",
-        )
-    return columns
-
-
 def _row(number: int, values: Any, place: str) -> Row | BadRow:
     if isinstance(values, dict):
-        # What reads and writes rows later goes down level by level, and Python's stack ends.
-        if _is_deep(values, _MOST_LEVELS):
-            return BadRow(f"{place} is nested more than {_MOST_LEVELS} deep and was left out")
         return Row(number, values)
     return BadRow(f"{place} is a JSON {type(values).__name__}, expected an object; it was left out")
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value
-    return most < 1 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
 
 
 def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
@@ -246,6 +230,7 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     from datasets import load_dataset
 
     name, _, place = spec.removeprefix(HUB).partition(":")
+    # A name without a slash is the split, which every set has.
     config, _, split = place.rpartition("/")
     try:
         # Every failure of the hub's client (no network, no such set, no such split) means the same

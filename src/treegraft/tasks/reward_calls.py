@@ -10,7 +10,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import RewardFunc
-from treegraft.core.types import Origin, Step, Task, Trajectory
+from treegraft.core.types import Origin, Task, Trajectory
 from treegraft.tools.own_thread import run_in_thread
 
 WrittenText = Callable[[Sequence[int]], str]
@@ -43,6 +43,7 @@ def _fault_of(function: Any) -> str:
     except (TypeError, ValueError):
         return "has no signature that Python can show"
     for one in parameters:
+        # Columns are passed by name.
         if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
             return f"takes '{one.name}' by position alone"
     if all(one.kind is one.VAR_POSITIONAL for one in parameters):
@@ -63,6 +64,7 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
         needed -= {*_OF_VERL, "extra_info"}
     else:
         needed -= {*OURS, _EXTRA}
+    # Every task: one row without the column would fail its tree alone, late.
     for task in tasks if needed else ():
         missing = next((one for one in sorted(needed) if one not in task.columns), None)
         if missing is None:
@@ -95,7 +97,10 @@ def is_async(function: RewardFunc) -> bool:
 
 def completion_ids(trajectory: Trajectory) -> list[int]:
     """Returns the tokens that the policy sampled, end tokens included."""
-    return [token for step in trajectory.steps for token in _sampled(step)]
+    ids: list[int] = []
+    for step in trajectory.steps:
+        ids += step.token_ids[step.sampled_mask].tolist()
+    return ids
 
 
 def completion_text(trajectory: Trajectory, written_text: WrittenText) -> str:
@@ -113,6 +118,7 @@ def completion_messages(trajectory: Trajectory, written_text: WrittenText) -> li
     texts = _own_texts(trajectory, written_text)
     messages: list[dict[str, Any]] = []
     for step in trajectory.steps[1:]:
+        # A graft is another agent's turn, which is not to be rewarded.
         if step.id not in texts:
             continue
         content = step.content
@@ -126,15 +132,13 @@ def completion_messages(trajectory: Trajectory, written_text: WrittenText) -> li
     return messages or [{"role": "assistant", "content": ""}]
 
 
-def _sampled(step: Step) -> list[int]:
-    ids: list[int] = step.token_ids[step.sampled_mask].tolist()
-    return ids
-
-
 def _own_texts(trajectory: Trajectory, written_text: WrittenText) -> dict[str, str]:
     """The text of each step that the policy sampled, by the step's id, with a forced opening."""
-    own = (step for step in trajectory.steps if step.origin is Origin.POLICY)
-    return {step.id: written_text(step.written_ids) for step in own}
+    texts: dict[str, str] = {}
+    for step in trajectory.steps:
+        if step.origin is Origin.POLICY:
+            texts[step.id] = written_text(step.written_ids)
+    return texts
 
 
 def _call(name: str, body: str) -> dict[str, Any]:
@@ -164,15 +168,19 @@ class Called:
         """Returns what the function returned for each of `calls`, with the arguments that it names,
         or with all where it takes **kwargs."""
         function = self._function
-        names = self._names
-        if names is not None:
-            calls = [{name: call[name] for name in names if name in call} for call in calls]
+        if self._names is not None:
+            calls = [_only(self._names, call) for call in calls]
         if self.is_async:
             return list(await asyncio.gather(*(function(**call) for call in calls)))
         # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
         # and the process could not end.
         returned = await run_in_thread(lambda: [function(**call) for call in calls])
         return [await one if inspect.isawaitable(one) else one for one in returned]
+
+
+def _only(names: Sequence[str], call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function without **kwargs names."""
+    return {name: call[name] for name in names if name in call}
 
 
 class Arguments:
@@ -186,6 +194,7 @@ class Arguments:
         self._trajectories = trajectories
         self._texts = [completion_text(path, written_text) for path in trajectories]
         completions: Sequence[Any] = self._texts
+        # A text where the task came as one: what TRL calls a standard format.
         prompt: Any = task.question
         if task.messages:
             prompt = [dict(message) for message in task.messages]
@@ -200,7 +209,7 @@ class Arguments:
     async def give_to(self, function: Called) -> Any:
         """Returns what a function says of the trajectories, in their order."""
         if function.scores_one:
-            calls = [self._of_one(number) for number in range(len(self._texts))]
+            calls = list(map(self._of_one, range(len(self._texts))))
             return _scores(await function.with_each(calls))
         (returned,) = await function.with_each([self._by_name])
         return returned
@@ -228,4 +237,5 @@ class Arguments:
 
 def _scores(returned: Sequence[Any]) -> list[Any]:
     """The scores among what a function of verl's returned, which may say more in a dict."""
+    # verl takes the entry "score" of a dict, and logs the others.
     return [one.get("score", one) if isinstance(one, Mapping) else one for one in returned]

@@ -35,6 +35,9 @@ BAD_FORMAT = -1.0
 """The hierarchical reward of a trajectory without a well-formed answer."""
 BOTH_TOOLS_BONUS = 0.1
 """r_M of ARPO, eq. 8."""
+SUCCESS_REWARD = 1.0
+"""Environment reward from which a trajectory without a reference is correct; 1 is a solved task in
+TRL's and Gymnasium's worlds."""
 BONUS_TOOLS = frozenset({"search", "python"})
 
 WeightedReward = tuple[str, RewardFunc, float]
@@ -90,10 +93,14 @@ def hierarchical_reward(
         score = _score_answer(_ACCURACIES[accuracy], path)
         if score is None:
             return None
+        # Truncated, violated, or an answer without text.
         if answer_of(path) is None:
             return BAD_FORMAT
-        written = (step.content for step in path.steps if step.origin is Origin.POLICY)
-        called = {call.name for content in written for call in content.calls}
+        called: set[str] = set()
+        for step in path.steps:
+            # Calls that a graft brings are another agent's, and earn no bonus.
+            if step.origin is Origin.POLICY:
+                called.update(call.name for call in step.content.calls)
         return score + BOTH_TOOLS_BONUS if score > 0 and called >= BONUS_TOOLS else score
 
     return [reward(path) for path in trajectories]
@@ -150,11 +157,10 @@ def build_rewards(settings: RewardSettings, max_tokens: int = 0) -> list[Weighte
             function = functools.partial(function, limit=max_tokens, buffer=max(1, max_tokens // 5))
         functions.append(function)
     # Metrics and recorded parts have the name of a given function, unless another one has it.
-    bare = (name.removeprefix(GIVEN) for name in settings.funcs)
-    names = [
-        one if one not in settings.funcs else name
-        for one, name in zip(bare, settings.funcs, strict=True)
-    ]
+    names: list[str] = []
+    for name in settings.funcs:
+        bare = name.removeprefix(GIVEN)
+        names.append(name if bare in settings.funcs else bare)
     return list(zip(names, functions, weights, strict=True))
 
 
@@ -166,7 +172,6 @@ def build_scorer(
         rewards,
         written_text=written_text,
         deadline_s=config.reward.deadline_s,
-        success_reward=config.environment.success_reward,
     )
 
 
@@ -190,19 +195,16 @@ class RewardScorer:
         *,
         written_text: WrittenText,
         deadline_s: float = 60.0,
-        success_reward: float = 1.0,
     ) -> None:
         """Args:
         written_text: from one step's sampled tokens to their text, `Format.written_text`.
-        success_reward: environment reward from which a trajectory without a reference counts as
-            correct.
         """
         self._functions = tuple(functions)
-        own = [function for _, function, _ in functions]
-        self._calls = [Called(function) for function in (*own, self._correctness)]
+        self._calls = [Called(function) for _, function, _ in functions]
+        # Scored like a reward, so that it has the deadline too: mathematics may take long.
+        self._calls.append(Called(self._correctness))
         self._written_text = written_text
         self._deadline_s = deadline_s
-        self._success_reward = success_reward
 
     async def __call__(self, tree: Tree) -> Tree:
         """Returns the tree with its leaves scored; failed leaves stay as they are."""
@@ -241,12 +243,13 @@ class RewardScorer:
                 answer = answer_of(path)
                 return answer is not None and scoring.is_correct(answer, path.task.reference)
             given = path.leaf.environment_reward
-            return None if given is None else given >= self._success_reward
+            return None if given is None else given >= SUCCESS_REWARD
 
         return [is_correct(path) for path in trajectories]
 
     async def _ask(self, function: Called, arguments: Arguments, num: int) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
+        # One for all trajectories of the tree: a judge may ask about them together.
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
@@ -272,11 +275,13 @@ class RewardScorer:
         for (name, _, weight), reward in zip(self._functions, rewards, strict=True):
             if isinstance(reward, str):
                 return _fail(leaf, f"reward function '{name}' failed on task '{task_id}': {reward}")
+            # None: it does not apply, and adds nothing, not even a 0 to the parts.
             if reward is not None:
                 parts[name] = reward
                 total += weight * reward
         if isinstance(is_correct, str):
             return _fail(leaf, f"the check of the answer failed on task '{task_id}': {is_correct}")
+        # Without a reward a leaf would count as 0, and teach.
         if not parts:
             fault = f"no reward function applies to task '{task_id}'; has it a reference?"
             if any(name == "environment" for name, _, _ in self._functions):

@@ -37,9 +37,10 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
         seed=seed,
         **settings.options,
     )
-    checked = OwnSampler(sampler, settings.kind, tasks)
+    checked: Any = OwnSampler(sampler, settings.kind, tasks)
     _ = checked.state  # refused now, not after the first update
-    return checked
+    own: TaskSampler = checked
+    return own
 
 
 # --- in turn --------------------------------------------------------------------------------------
@@ -61,9 +62,10 @@ def draw_tasks(
         epoch, place = divmod(position, len(tasks))
         if epoch not in orders:
             # A function of seed and epoch alone, so that a resumed run needs no generator's state.
-            keys = [(keyed_int(seed, "epoch", epoch, n), n) for n in range(len(tasks))]
-            orders[epoch] = [n for _, n in sorted(keys)]
+            keys = {n: keyed_int(seed, "epoch", epoch, n) for n in range(len(tasks))}
+            orders[epoch] = sorted(keys, key=keys.__getitem__)
         task = tasks[orders[epoch][place]]
+        # Left out rather than replaced: `first` counts places, not tasks.
         if task.id not in without:
             chosen.setdefault(task.id, task)
     return list(chosen.values())

@@ -93,19 +93,24 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
     """
     if not isinstance(reference, str):
         return max((exact_match(prediction, one) for one in reference), default=0.0)
-    choices = [_CHOICE.fullmatch(text.strip()) for text in (prediction, reference)]
-    if choices[0] and choices[1]:
-        return float(choices[0][1].casefold() == choices[1][1].casefold())
+    chosen = _CHOICE.fullmatch(prediction.strip())
+    right = _CHOICE.fullmatch(reference.strip())
+    if chosen and right:
+        return float(chosen[1].casefold() == right[1].casefold())
     if is_mathematical(reference) or is_mathematical(prediction):
         return float(_same_text(prediction, reference))
-    plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
     # Only where both have such characters: a Latin answer keeps SQuAD's rules.
-    if _IDEOGRAPH.search(prediction) and _IDEOGRAPH.search(reference):
-        plain = (_spaced(text) for text in plain)
-    predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
+    is_spaced = bool(_IDEOGRAPH.search(prediction) and _IDEOGRAPH.search(reference))
+    predicted = _normalise_text(prediction, is_spaced)
+    expected = _normalise_text(reference, is_spaced)
     if not predicted or not expected:
         return float(_same_text(prediction, reference))
     return float(predicted == expected)
+
+
+def _normalise_text(text: str, is_spaced: bool) -> str:
+    text = _TEXT_COMMAND.sub(r"\1", text)
+    return _normalise_squad(_protect_numbers(_spaced(text) if is_spaced else text))
 
 
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
@@ -127,6 +132,7 @@ def f1(prediction: str, reference: str | Sequence[str]) -> float:
     predicted = _normalise_squad(prediction).split()
     expected = _normalise_squad(reference).split()
     num_same = sum((Counter(predicted) & Counter(expected)).values())
+    # Precision and recall would be 0 of 0 for two empty texts.
     if num_same == 0:
         return 0.0
     precision = num_same / len(predicted)
@@ -183,6 +189,7 @@ def math_equal(
     expected = _unwrap(reference)
     if not predicted or not expected:
         return False
+    # Most right answers are: no process is asked.
     if predicted == expected:
         return True
     a = _as_fraction(predicted)
@@ -231,10 +238,10 @@ def is_mathematical(reference: str) -> bool:
     if not _EXPRESSION.fullmatch(cleaned) or _RANGE.fullmatch(cleaned) or _NAME.fullmatch(cleaned):
         return False
     # Single letters are variables; any longer word but a function's name makes it a text.
-    words = re.findall(r"[A-Za-z]+", cleaned)
-    return bool(_OPERATOR.search(cleaned)) and all(
-        len(word) == 1 or word.lower() in _FUNCTIONS for word in words
-    )
+    for word in re.findall(r"[A-Za-z]+", cleaned):
+        if len(word) > 1 and word.lower() not in _FUNCTIONS:
+            return False
+    return bool(_OPERATOR.search(cleaned))
 
 
 def require_math(references: Iterable[str]) -> None:
@@ -265,8 +272,8 @@ def _normalise_squad(text: str) -> str:
 def _same_text(prediction: str, reference: str) -> bool:
     if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
         return prediction.strip() == reference.strip()
-    predicted, expected = (_normalise_math(text).casefold() for text in (prediction, reference))
-    return bool(expected) and predicted == expected
+    expected = _normalise_math(reference).casefold()
+    return bool(expected) and _normalise_math(prediction).casefold() == expected
 
 
 def _protect_numbers(text: str) -> str:

@@ -225,6 +225,7 @@ Wording = Symbols | English
 
 
 def _question_of(parts: Sequence[str], wording: Wording) -> tuple[list[str], str] | None:
+    # The last part is the innermost: "r5 of r2 of e9".
     *relations, entity = parts
     is_known = entity in wording.entities and set(relations) <= set(wording.relations)
     # In the order of looking up; the text has the outermost first.

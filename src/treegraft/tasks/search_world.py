@@ -16,7 +16,7 @@ in the training questions (`SearchWorld.expert`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -106,6 +106,7 @@ class SearchWorld:
         self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
     ) -> None:
         """Raises SettingError for more entities or relations than English has words."""
+        # Only English runs out of words; symbols are numbered.
         for name, words in (("num_entities", NAMES), ("num_relations", RELATIONS)):
             if settings.words and getattr(settings, name) > len(words):
                 raise SettingError(
@@ -185,6 +186,7 @@ class SearchWorld:
                     )
                 )
                 met += [search[0], world.look_up(*search)]
+            # A detour leads nowhere: the right search went on from the same entity.
             entity = world.look_up(entity, relation)
         key = ("expert", world.seed, task.id, seed, len(relations))
         if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:
@@ -201,16 +203,10 @@ class SearchWorld:
                     return found
         return None
 
-    def warmup_tasks(
-        self, num: int, seed: int, hops: Sequence[int] | None = None
-    ) -> Sequence[Task]:
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns questions that each have a world of their own, none of them a training or
-        held-out world.
-
-        Args:
-            hops: lengths in equal shares; None takes those of the settings.
-        """
-        return self._tasks("warmup", num, lambda n: self._world(seed, "warmup", n), hops)
+        held-out world."""
+        return self._tasks("warmup", num, lambda n: self._world(seed, "warmup", n))
 
     def vocabulary(self) -> Sequence[str]:
         """Returns every word of questions, results, errors and answers; none where they are
@@ -236,18 +232,14 @@ class SearchWorld:
     def _eval(self) -> tuple[Task, ...]:
         return self._tasks("eval", self._num_eval, lambda n: self._world(0, "eval", n))
 
-    def _tasks(
-        self,
-        purpose: str,
-        num: int,
-        world_of: Callable[[int], World],
-        hops: Sequence[int] | None = None,
-    ) -> tuple[Task, ...]:
-        lengths = tuple(hops or self._settings.hops)
+    def _tasks(self, purpose: str, num: int, world_of: Callable[[int], World]) -> tuple[Task, ...]:
+        lengths = self._settings.hops
         seen: set[tuple[int, str]] = set()
-        return tuple(
-            self._task(purpose, n, world_of(n), lengths[n % len(lengths)], seen) for n in range(num)
-        )
+        tasks: list[Task] = []
+        for number in range(num):
+            hops = lengths[number % len(lengths)]
+            tasks.append(self._task(purpose, number, world_of(number), hops, seen))
+        return tuple(tasks)
 
     def _world(self, seed: int, purpose: str, number: int = 0) -> World:
         # Under 2^53, so that the number survives any JSON reader.
@@ -299,17 +291,18 @@ def _useless_search(
     """Returns another entity and any relation, or as often the right entity and another
     relation."""
     if keyed_unit(*key, "kind") < 0.5:
-        others = [other for other in world.entities if other != entity]
+        others = _without(entity, world.entities)
         return keyed_choice(others, *key, "entity"), keyed_choice(world.relations, *key, "relation")
-    return entity, keyed_choice(
-        [other for other in world.relations if other != relation], *key, "relation"
-    )
+    return entity, keyed_choice(_without(relation, world.relations), *key, "relation")
+
+
+def _without(one: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word != one]
 
 
 def _wrong_answer(world: World, met: Sequence[str], right: str, key: tuple[int | str, ...]) -> str:
     """Returns an entity that was met, or as often any; never the right one."""
     is_met = keyed_unit(*key, "kind") < 0.5
-    others = [
-        entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right
-    ]
+    # Of entities met, each once: one asked about twice is not more likely.
+    others = _without(right, dict.fromkeys(met) if is_met else world.entities)
     return keyed_choice(others, *key, "entity")

@@ -32,6 +32,7 @@ class Background:
             # Not `wait_for`, which would wait for a task that ignores its cancellation.
             await asyncio.wait({task}, timeout=timeout_s)
         finally:
+            # Also if this coroutine itself was cancelled.
             if not task.done():
                 task.cancel()
                 self.hold(task)

@@ -60,6 +60,7 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     if ":" not in settings.kind:
         kind: EnvironmentKind = found(settings)
         return kind
+    # A class needs no trial object: its methods can be read.
     if isinstance(found, type):
         return ClassEnvironments(found, settings.kind, settings)
     if not callable(found):
@@ -92,6 +93,7 @@ def _as_tool(found: Any, entry: str) -> Tool:
                 f"tools.use: the class '{entry}' cannot be made without arguments: {error}",
                 code="tool-not-made",
             ) from error
+    # Before callables: a tool is one too.
     if isinstance(found, Tool):
         return found
     if callable(found):

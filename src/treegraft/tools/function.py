@@ -58,6 +58,7 @@ class FunctionTool:
                 f"tool '{own_name}': got this as its name; expected letters and underscores.",
                 code="tool-name-invalid",
             )
+        # The tags format knows lower-case letters and underscores alone.
         is_tag = re.fullmatch(r"[a-z][a-z_]*", own_name)
         self.name = own_name if is_tag else tag_of(own_name)
         self._place = f"method '{own_name}' of {owner}" if owner else f"tool '{self.name}'"
@@ -170,6 +171,7 @@ class FunctionTool:
                 f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}",
                 code="arguments-no-object",
             )
+        # Ignoring it would let the agent believe that it had an effect.
         if unknown := next((name for name in fields if name not in self._params), None):
             raise ToolError(
                 f"{self.name} has no parameter '{unknown}'; it takes {self._usage()}",

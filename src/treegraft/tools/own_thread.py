@@ -68,6 +68,7 @@ class OwnThread:
 
     def end(self) -> None:
         """Ends the thread after the calls in its queue, once each user has called this."""
+        # The copies of an object that forks share its thread.
         self._num_users -= 1
         if not self._num_users:
             self._jobs.put(None)
@@ -81,6 +82,7 @@ def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
     """A thread's work and the future of its outcome; to be called on the event loop."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    # Given objects and counts are found by it.
     context = contextvars.copy_context()
 
     def settle(result: Any, error: BaseException | None) -> None:

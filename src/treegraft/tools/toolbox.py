@@ -114,7 +114,8 @@ class Toolbox:
             if tool.name in self._entries:
                 raise SettingError(
                     f"two tools are named '{tool.name}'; a name is the agent's tag and must be"
-                    " unique.",
+                    " unique. Leave one out, or rename one; of an environment's methods, a subclass"
+                    " sets one to None.",
                     code="tools-same-name",
                 )
             self._entries[tool.name] = _Entry(tool)
@@ -153,6 +154,7 @@ class Toolbox:
             known = ", ".join(self._entries) or "none"
             text = f"there is no tool '{call.name}' (there is: {known})"
             return self._observation(text + nearest(call.name, self._entries), is_error=True)
+        # A replay is our doing, not the agent's.
         if is_repeat:
             return await self._execute(entry, call.body, task, act)
         usage = entry.usage
@@ -216,6 +218,7 @@ class Toolbox:
 
     async def _cached(self, entry: _Entry, body: str, task: Task) -> Observation:
         """Returns the observation from memory, from an equal call under way, or from `_stored`."""
+        # Not by task: a cacheable tool gives every task the same.
         key = (entry.name, body)
         if key in self._cache:
             # Counted, but no mark on the observation, which must not depend on timing.
@@ -237,6 +240,7 @@ class Toolbox:
         # An error may pass, so an equal call tries again.
         if run.cancelled() or run.exception() is not None or run.result().is_error:
             return
+        # The oldest goes first: a dict keeps the order of insertion.
         self._cache[key] = run.result()
         if len(self._cache) > CACHE_ENTRIES:
             del self._cache[next(iter(self._cache))]

@@ -1,1 +1,1 @@
-"""The Step-Trace Buffer: kept, searched, filled."""
+"""The Step-Trace Buffer: stored, searched, filled."""

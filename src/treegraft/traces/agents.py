@@ -42,7 +42,7 @@ class Attempt:
     StepContent(answer="e41")))"""
 
     contents: tuple[StepContent, ...] = ()
-    """The steps in order, results included; the last one holds the answer. Of a failed attempt, the
+    """The steps in order, results included; the last one has the answer. Of a failed attempt, the
     steps up to the failure."""
     error: str | None = None
     """Reason of the failure, in words that other failures of the kind share; None for an attempt
@@ -54,7 +54,7 @@ class Attempt:
     question: str | None = None
     """With the environment's first observation; None for the task's own."""
     refused: str | None = None
-    """The reply that holds neither a call nor an answer, as it was sent; None for none."""
+    """The reply that has neither a call nor an answer, as it was sent; None for none."""
     num_requests: int = 0
     """Replies of a server."""
     num_tokens: tuple[int, int] = (0, 0)
@@ -103,6 +103,7 @@ class ScriptedAgent:
         contents = self.steps(task, sample)
         if not contents:
             return Attempt(error="there is no scripted expert for the task")
+        # Its observations are those of the tasks' own tools, as written.
         if self._environments is None:
             return Attempt(contents=contents)
         (one,) = await rehearse_all(self._environments, [(task, contents)])
@@ -123,7 +124,7 @@ class CheckpointAgent:
         self, grower: Grower, *, num_samples: int, max_live_trees: int, seed: int, source: str
     ) -> None:
         """Args: grower: opens `num_samples` independent starts a tree; its engine and tools stay
-        the caller's to close. num_samples: attempts that will be asked for at each task.
+        the caller's to close. num_samples: attempts at each task.
         max_live_trees: tasks under way at once.
         """
         self.source = source
@@ -149,6 +150,7 @@ class CheckpointAgent:
         path = tree.trajectories()[sample]
         contents = tuple(path.contents)
         last = path.steps[-1]
+        # Only these: others have no answer that a reward could judge.
         if path.status is Status.COMPLETED:
             reward = path.leaf.environment_reward
             question = None if tree.task == task else tree.task.question

@@ -21,6 +21,7 @@ class Batcher(Generic[Q, A]):
             fails every question of the batch.
         """
         self._answer = answer
+        # One: encoders keep state between calls, and share the cores with the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
         self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
         self._worker: asyncio.Task[None] | None = None

@@ -34,7 +34,7 @@ from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 CHUNK = 256
 """Traces that are embedded and committed together."""
 _PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
-"""A text whose vector is kept, to recognise an encoder that changed under its name."""
+"""A text whose vector is stored, to recognise an encoder that changed under its name."""
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
 _SAME = 0.999
 """Cosine from which two vectors of the probe count as the same encoder's, whatever the machine."""
@@ -89,7 +89,7 @@ class TraceBuffer:
             path: its file; ":memory:" for a buffer of this process alone, gone once it is closed.
             encoder: a name for `build_encoder`, or an object; None means the one that the buffer
                 was built with.
-            is_frozen: it is only read, without a file beside it.
+            is_frozen: it is only read, without a file of locks.
 
         Raises:
             DataError: the file is not a buffer, is damaged, was built with another encoder, or is
@@ -165,7 +165,7 @@ class TraceBuffer:
         return theirs, dim, vector
 
     def _catch_up(self, table: RowTable) -> None:
-        """Appends the traces that the file holds beyond the table's last row: this process's
+        """Appends the traces in the file beyond the table's last row: this process's
         additions, and those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
@@ -200,6 +200,7 @@ class TraceBuffer:
             check_trace(trace, number)
         num_new = 0
         with self._writing:
+            # A kill loses one chunk, however many traces there are.
             for first in range(0, len(listed), CHUNK):
                 num_new += self._add_chunk(listed[first : first + CHUNK], update)
         return num_new
@@ -207,6 +208,7 @@ class TraceBuffer:
     def _add_chunk(self, traces: Sequence[Trace], update: int | None) -> int:
         by_hash: dict[str, Trace] = {}
         for trace in traces:
+            # The first of equal ones, as in separate chunks.
             by_hash.setdefault(trace.content_hash, trace)
         # The encoder's loading is not a part of the transaction, for which others wait.
         self.load_encoder()
@@ -239,8 +241,6 @@ class TraceBuffer:
         oldest policy's first, of these the least rewarded, of these the ones stored first. A step
         of several trajectories counts as the youngest and the best of them. Evicted traces stay in
         the file, marked, so that `roll_back` can restore them."""
-        if capacity < 0:
-            raise SettingError(f"capacity: got {capacity}, expected 0 or more", code="capacity-low")
         with self._writing:
             self._catch_up(self._table)
             rows = self._file.query(
@@ -259,6 +259,7 @@ class TraceBuffer:
 
     def roll_back(self, update: int) -> None:
         """Undoes the additions and evictions of updates after this one."""
+        # In one transaction: a kill leaves either state.
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
@@ -290,6 +291,7 @@ class TraceBuffer:
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=): got one text, expected a list", code="keys-one-text")
+        # Without traces the encoder need not be loaded.
         if not len(keys) or not len(self):
             return [[] for _ in keys]
         vectors = self._encode(keys)
@@ -304,9 +306,7 @@ class TraceBuffer:
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
-        if k < 1:
-            raise SettingError(f"search(k={k}): expected 1 or more traces", code="k-too-small")
-        tasks = _tasks(exclude_tasks, len(vectors))
+        tasks = exclude_tasks or [None] * len(vectors)
         # Taken once: another thread may put other rows in their place.
         table = self._table
         rows = table.rows
@@ -332,7 +332,7 @@ class TraceBuffer:
         Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
         `search`.
         """
-        tasks = _tasks(exclude_tasks, len(seeds))
+        tasks = exclude_tasks or [None] * len(seeds)
         table = self._table
         rows = table.rows
         masks = table.eligible(rows, allow_terminal, tasks)
@@ -354,6 +354,7 @@ class TraceBuffer:
         )
         steps = [trace]
         for position, group in groupby(rows, key=lambda row: int(row[0])):
+            # A step of no text was left out, or is evicted: what follows does not fit.
             if position != trace.position + len(steps):
                 break
             steps.append(self._file.to_trace(next(group)[1:]))
@@ -454,6 +455,7 @@ class TraceBuffer:
         what another run has done."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: a rename across file systems is a copy.
         partial = target.with_name(f".{target.name}.partial")
         try:
             for leftover in target.parent.glob(f"{escape(partial.name)}*"):
@@ -466,7 +468,7 @@ class TraceBuffer:
                 leftover.unlink()
 
     def fold(self) -> None:
-        """Makes the file whole without another beside it, so that it can be renamed. Raises
+        """Makes the file whole without its log, so that it can be renamed. Raises
         DataError: that failed, as on a full disk."""
         self._file.fold()
 
@@ -490,7 +492,7 @@ class TraceBuffer:
                 self._encoder = build_encoder(self.encoder_name)
             encoder = self._encoder
             if not self._is_checked:
-                # The name may stand for other weights by now: a folder trained on, a hub id moved.
+                # The name may mean other weights by now: a folder trained on, a hub id moved.
                 fits = encoder.dim == self.dim
                 cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
                 if cosine < _SAME:
@@ -522,13 +524,3 @@ def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
             code="vectors-invalid",
         )
     return vectors
-
-
-def _tasks(exclude_tasks: Sequence[Excluded] | None, num: int) -> Sequence[Excluded]:
-    tasks = exclude_tasks if exclude_tasks is not None else [None] * num
-    if len(tasks) != num:
-        raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one each, or None",
-            code="exclude-tasks-unequal",
-        )
-    return tasks

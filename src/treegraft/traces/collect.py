@@ -28,7 +28,7 @@ OUTAGES = 32
 """Attempts in a row that could not reach the agent, or ended at a refused reply, after which the
 build ends."""
 NUM_EXAMPLES = 3
-"""Refused replies that are shown."""
+"""Refused replies in the report."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class BuildReport(StoredCounts):
     reward_sum: float = 0.0
     num_scored: int = 0
     num_calls: int = 0
-    """Tool calls of all attempts, kept or not."""
+    """Tool calls of all attempts, stored or not."""
     num_requests: int = 0
     """Replies of a server."""
     num_read: int = 0
@@ -88,7 +88,7 @@ class BuildReport(StoredCounts):
 
     @property
     def mean_reward(self) -> float | None:
-        """Over all scored attempts, kept or not; None before the first."""
+        """Over all scored attempts, stored or not; None before the first."""
         return self.reward_sum / self.num_scored if self.num_scored else None
 
 
@@ -135,6 +135,7 @@ class _Builder:
             return unfit * self.settings.num_samples, None
         made = list(await asyncio.gather(*map(attempt, range(self.settings.num_samples))))
         answered = [one for one in made if one.error is None]
+        # Nothing to score, and a tree needs a leaf.
         if not answered:
             return made, None
         contents = [one.contents for one in answered]
@@ -165,6 +166,7 @@ class _Builder:
                 if len(report.refused) < NUM_EXAMPLES:
                     report.refused.setdefault(attempt.error or "", attempt.refused)
             is_in_vain = attempt.is_outage or attempt.refused is not None
+            # In a row: one reply proves that the agent is there.
             self.num_in_vain = self.num_in_vain + 1 if is_in_vain else 0
             if self.num_in_vain >= OUTAGES:
                 raise EngineError(
@@ -183,8 +185,12 @@ class _Builder:
         orders ties."""
         report = self.report
         good: list[tuple[int, Attempt, float]] = []
-        answered = [(n, attempt) for n, attempt in enumerate(attempts) if attempt.error is None]
-        for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
+        leaves = iter(tree.leaves if tree else ())
+        for sample, attempt in enumerate(attempts):
+            # The tree has a leaf for each attempt that ended in an answer, in their order.
+            if attempt.error is not None:
+                continue
+            leaf = next(leaves)
             if leaf.reward is None:
                 report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
                 continue
@@ -194,6 +200,7 @@ class _Builder:
                 good.append((sample, attempt, leaf.reward))
             else:
                 report.num_too_low += 1
+        # By the seed, not by number: early samples are no better than late ones.
         good.sort(key=lambda item: (-item[2], keyed_int(self.seed, "tie", task.id, item[0])))
         kept = good[: self.settings.num_best]
         report.num_kept += len(kept)
@@ -201,7 +208,7 @@ class _Builder:
         return kept
 
     def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
-        """Returns the steps of the kept trajectories that hold any text."""
+        """Returns the steps of the kept trajectories that have any text."""
         traces: list[Trace] = []
         for sample, attempt, reward in kept:
             split = split_steps(
@@ -248,6 +255,7 @@ async def build_traces(
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
     began = time.process_time()
     loop = asyncio.get_running_loop()
+    # Before the done ones are left out, so that a second build adds none.
     tasks = tasks[: settings.num_tasks]
     done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]

@@ -59,14 +59,14 @@ def read_demonstrations(
     """Returns the trajectories of a Step-Trace Buffer or a JSONL file that [warmup] asks for.
 
     Of a buffer, those of `tasks` whose steps are all there: a trajectory with a step missing or
-    kept as text alone, or without an answer at its end, is left out. They are in the order of
+    stored as text alone, or without an answer at its end, is left out. They are in the order of
     source, task and name, and of a file in that of its lines; with warmup.num_best, task by task
     and the best first.
 
     Args:
-        tasks: those that the trajectories of a buffer may be of; a file holds its own questions.
+        tasks: those that the trajectories of a buffer may be of; a file has its own questions.
         has_environment: of the tasks: a trajectory then may end without an answer, and its question
-            is what the environment showed, as the buffer keeps it.
+            is the environment's first observation, as stored.
 
     Raises:
         DataError: the file cannot be read, a row lacks a reward that is asked for, or no trajectory
@@ -79,7 +79,7 @@ def read_demonstrations(
         found = _of_file(path, reasons)
     num_found = len(found) + reasons.total()
     kept = _best(found, path, settings, reasons)
-    left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+    left_out = _counted(reasons)
     if not kept:
         advice = "Name another file"
         if OTHER_TASKS in reasons:
@@ -90,6 +90,10 @@ def read_demonstrations(
             code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return "; ".join(f"{count} {reason}" for reason, count in reasons.items())
 
 
 def _best(
@@ -111,7 +115,7 @@ def _best(
         groups.setdefault(repr(one.task.conversation()), []).append((one.reward, one))
     kept: list[Stored] = []
     for group in groups.values():
-        # Sorting keeps the order of the file among equals.
+        # Sorting preserves the order of the file among equals.
         group.sort(key=lambda item: (-item[0], len(item[1].steps)))
         kept += [one for _, one in group[:num_best]]
     if surplus := len(found) - len(kept):
@@ -152,6 +156,7 @@ def lesson_book(config: Config, held: RolloutBuffer, parts: Parts) -> LessonBook
     Raises:
         DataError: there is none.
     """
+    # Reading all trajectories would cost a run without lessons seconds.
     if not config.loss.lesson_coef:
         return None
     if held.buffer is not None:
@@ -181,7 +186,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
         wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
     if book.is_empty and origin != "self":
-        left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
+        left_out = _counted(reasons)
         raise DataError(
             f"loss.lesson_coef: the buffer '{buffer.path}' has no success at the training tasks"
             f" ({left_out or 'none that this format can say'}); name another buffer.",
@@ -196,6 +201,7 @@ def add_lessons(
     """Adds trajectories that are lessons to the book, and returns how many are none, by reason."""
     reasons: Counter[str] = Counter()
     for one in _of_traces(trajectories, parts.train_tasks, parts.kind is not None, reasons):
+        # Imitating what did not pay would teach it.
         if (reward := one.reward or 0.0) <= 0:
             reasons["with a reward not above 0"] += 1
             continue

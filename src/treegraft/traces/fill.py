@@ -41,7 +41,7 @@ class BufferBuild:
         self._config = config
         self._out = out
         self.settings = config.buffer.build
-        """What was asked for."""
+        """The settings of the build."""
         self.source = self.settings.source or self.settings.agent
         """The agent's name in the buffer."""
         self.report = BuildReport()
@@ -59,7 +59,7 @@ class BufferBuild:
 
         Raises:
             TreegraftError: a part that cannot be had, before any work; an agent that can no longer
-                be reached, with the buffer kept.
+                be reached, with the buffer as far as it is.
         """
         with giving(self._given):
             self._run(display)
@@ -147,6 +147,7 @@ class BufferBuild:
             # The build scores all attempts at a task together, whoever made them.
             return tree
 
+        # As the agent will: a teacher with more room writes what does not fit.
         limits = replace(training_limits(config), temperature=own.temperature)
         num_trees = parts.num_trees_at_once(own.num_samples)
         return CheckpointAgent(
@@ -160,10 +161,11 @@ class BufferBuild:
 
 def _asking_a_server(parts: Parts) -> Agent:
     entry = registered("agent").get("server")
+    # The client of servers is an extension, which a core alone lacks.
     if entry is None:
         raise SettingError(
             f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"
-            " server, which an extension of Treegraft asks; expected 'expert' or a model, since"
+            " server, which an extension of Treegraft calls; expected 'expert' or a model, since"
             " this installation has no extensions.",
             code="agent-without-extension",
         )

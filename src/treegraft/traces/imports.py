@@ -72,7 +72,7 @@ class ImportReport(StoredCounts):
     """Counts of an import."""
 
     num_trajectories: int = 0
-    """Read, kept or not."""
+    """Read, stored or not."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -106,10 +106,10 @@ def import_files(
     """Adds the trajectories of files and run folders to the buffer, each file in one go.
 
     Args:
-        source: which agent wrote them; None takes the name of each file or folder.
-        num_best: trajectories kept of each task of a file, the best by reward, ties broken by the
-            seed; rows without a task id are all kept.
-        min_reward: only trajectories with a reward above it are kept.
+        source: which agent wrote them; None for the name of each file or folder.
+        num_best: trajectories stored of each task of a file, the best by reward, ties broken by the
+            seed; rows without a task id are all stored.
+        min_reward: only trajectories with a reward above it are stored.
 
     Raises:
         DataError: a path with nothing there to read.
@@ -150,7 +150,7 @@ def check_paths(paths: Sequence[Path]) -> None:
             )
         if path.is_dir() and not _parts(path):
             raise DataError(
-                f"folder '{path}' holds no trees of updates; expected the folder of a run that"
+                f"folder '{path}' has no trees of updates; expected the folder of a run that"
                 " recorded its trees",
                 code="import-folder-invalid",
             )
@@ -165,17 +165,20 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     if path.is_dir():
         for part in _parts(path):
             place = path / part.label if part.checksum else part.path
-            yield from ((place, number + 1, line) for number, line in part.lines())
+            for number, line in part.lines():
+                yield place, number + 1, line
         return
     # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
     with path.open("rb") as lines:
-        yield from ((path, number, line) for number, line in enumerate(lines, start=1))
+        for number, line in enumerate(lines, start=1):
+            yield path, number, line
 
 
 def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
     """Yields the trajectories of a file or run folder; lines that are none are the report's
     problems."""
     for file, number, line in _lines(path):
+        # An empty last line is no row.
         if not line.strip():
             continue
         try:
@@ -187,6 +190,7 @@ def read_file(path: Path, report: ImportReport) -> Iterator[Read]:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
+    # Its text is the key alone.
     if isinstance(error, KeyError):
         return f"no '{error.args[0]}'"
     return str(error).split("\n")[0] or type(error).__name__
@@ -199,6 +203,7 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
         for path in tree_from_json(line).trajectories():
+            # Our fault ended it: it says nothing about the task.
             if path.status is not Status.FAILED:
                 yield _of_path(path, number, name)
         return
@@ -215,6 +220,7 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
     else:
         raise ValueError("neither messages, conversations, steps, text nor output")
     reward = None if row.get("reward") is None else float(row["reward"])
+    # JSON of Python has NaN, and no trajectory is better or worse than it.
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}, expected a finite number")
     task_id = row.get("task_id")
@@ -376,6 +382,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             else:
                 read_tags()
                 steps.append(answer)
+        # Search-R1 and others write results as the user's turns.
         elif role == "user" and tagged:
             result = text.strip().removeprefix("<information>").removesuffix("</information>")
             tagged.append(text if "<result>" in text else f"<result>{result}</result>")

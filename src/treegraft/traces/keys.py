@@ -27,7 +27,9 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
     its result; empty ones are left out and white space within one is a single space, so that
     formats that strip or wrap differently give one key.
     """
-    lines = [" ".join(question.split()), *(line for one in contents for line in step_lines(one))]
+    lines = [" ".join(question.split())]
+    for one in contents:
+        lines += step_lines(one)
     return "\n".join(filter(None, lines))
 
 
@@ -50,12 +52,13 @@ def value_text(value: str | StepContent) -> str:
     """Returns the value of a trace as lines to be read, its answer at the end."""
     if isinstance(value, str):
         return value
+    # The answer last, where a reader looks for it.
     answer = [] if value.answer is None else [f"answer {value.answer}"]
     return "\n".join([*step_lines(value), *answer])
 
 
 def says_something(content: StepContent) -> bool:
-    """Returns whether a step holds any text; one without is of no use as a trace."""
+    """Returns whether a step has any text; one without is of no use as a trace."""
     return bool(step_lines(content)) or bool((content.answer or "").strip())
 
 
@@ -79,10 +82,11 @@ def split_steps(
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
     """
-    keys = [retrieval_key(question, contents[:position]) for position in range(len(contents))]
-    return [
-        Trace(
-            key=keys[position],
+    traces: list[Trace] = []
+    for position, content in enumerate(contents):
+        key = retrieval_key(question, contents[:position])
+        trace = Trace(
+            key=key,
             value=content,
             reward=reward,
             source=source,
@@ -91,10 +95,11 @@ def split_steps(
             terminal=content.answer is not None,
             trajectory=trajectory,
             policy_version=policy_version,
-            question="" if position or question == keys[0] else question,
+            # A key has single spaces; the warm-up has the question as it was.
+            question="" if position or question == key else question,
         )
-        for position, content in enumerate(contents)
-    ]
+        traces.append(trace)
+    return traces
 
 
 def read_trajectory(
@@ -113,10 +118,12 @@ def read_trajectory(
     steps = tuple(one.value for one in traces if isinstance(one.value, StepContent))
     if task is None:
         return OTHER_TASKS
+    # A text has no parts that could be written in the agent's format.
     if len(steps) < len(traces):
         return "with a step that is kept as text alone"
     if [one.position for one in traces] != list(range(len(traces))):
         return "with a step missing"
+    # Imitated, it would teach to stop without one.
     if steps[-1].answer is None and not has_environment:
         return "without an answer at the end"
     return task, steps

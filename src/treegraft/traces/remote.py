@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from treegraft.assemble import Parts
-from treegraft.core.interfaces import Engine, Explorer, NoiseKey, Retrieved
+from treegraft.core.interfaces import Engine, Explorer, NoiseKey
 from treegraft.core.sessions import COUNTS
-from treegraft.core.spans import carrier
-from treegraft.core.types import Filters, StepContent, Task, Trace, Tree
+from treegraft.core.types import Filters, Task, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import Limits
@@ -31,15 +29,14 @@ from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.retrieve import BufferRetriever, question_of
+from treegraft.traces.retrieve import BufferRetriever
 from treegraft.traces.rollout_buffer import may_retrieve
 
 Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
 """Sends an order for a tree, which JSON can hold, to any `TreeHost`, and returns its reply; also
-gets the tree's name, for errors. `order["trace"]` is the span that the work belongs to, for
-`spans.joined`."""
+gets the tree's name, for errors."""
 NUM_STATES = 2
-"""States of the buffer that have files and that a host holds open: those of this update's trees and
+"""States of the buffer that have files and that a host has open: those of this update's trees and
 of the update before."""
 _STATE: ContextVar[str | None] = ContextVar("state", default=None)
 """The state of the buffer that the trees of a `grow_all` are grafted from."""
@@ -79,6 +76,7 @@ class BufferStates:
         self._folder = folder
         self._paths: list[Path] = []
         self._lock = threading.Lock()
+        # A run that was killed leaves its states, each as large as the buffer.
         for path in folder.glob("*.sqlite"):
             path.unlink()
 
@@ -90,6 +88,7 @@ class BufferStates:
         """
         with self._lock:
             path = (self._folder / f"{buffer.num_changes}.sqlite").absolute()
+            # Once for each state: an update has many trees.
             if path not in self._paths:
                 buffer.copy_to(path)
                 self._paths.append(path)
@@ -126,7 +125,6 @@ class _RemoteGrower(Grower):
             "task": sent,
             "key": list(noise_key),
             "group_id": group_id,
-            "trace": carrier(),
             "explores": not _is_of_evaluations(self.explorer),
             "limits": asdict(self.limits),
             "state": _STATE.get(),
@@ -151,7 +149,7 @@ def _is_of_evaluations(explorer: Explorer) -> bool:
 
 class TreeHost:
     """Grows the trees that a run in another process orders: it writes prompts, runs tools and
-    scores, and asks an engine for tokens."""
+    scores, and requests tokens of an engine."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -164,7 +162,7 @@ class TreeHost:
     async def opened(
         cls, config: Config, engine: Engine, *, model_path: Path | str | None = None
     ) -> AsyncIterator[Self]:
-        """Holds a host with all that trees need beside an engine.
+        """Opens a host with all that trees need apart from an engine.
 
         Args:
             engine: stays its owner's to close.
@@ -182,7 +180,9 @@ class TreeHost:
 
     async def grow(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it, as JSON can hold it."""
-        grower = await self._grower(order)
+        state = order["state"]
+        retriever = None if state is None else await self._buffers.at(state)
+        grower = self._grower(order, retriever)
         # This tree's alone: what else is under way may die with this process, and grow again.
         usage: dict[str, Any] = {}
         token = COUNTS.set(usage)
@@ -196,22 +196,21 @@ class TreeHost:
             "tree": tree_to_json(tree),
             "num_grafts_without_room": grower.num_grafts_without_room,
             "usage": {name: asdict(one) for name, one in usage.items()},
-            "retrieved": {} if grower.retriever is None else grower.retriever.take_metrics(),
+            # Of other trees under way too: the run adds the counts of all, so none is lost.
+            "retrieved": retriever.take_counts() if retriever else {},
         }
 
-    async def _grower(self, order: Mapping[str, Any]) -> Grower:
+    def _grower(self, order: Mapping[str, Any], retriever: BufferRetriever | None) -> Grower:
         """The grower of one tree, whose counts are that tree's."""
         parts = self._parts
-        config = self._parts.config
+        config = parts.config
+        # Once: it is pure, so all trees may share it.
         if order["explores"] and self._explorer is None:
             self._explorer = build_explorer(
                 config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
             )
         explorer = self._explorer if order["explores"] else None
         limits = Limits(**{**order["limits"], "filters": Filters(**order["limits"]["filters"])})
-        retriever = None
-        if order["state"] is not None:
-            retriever = _TreeRetriever(await self._buffers.at(order["state"]), config)
         return parts.grower(explorer or Independent(), limits, retriever)
 
     def _task(self, order: Mapping[str, Any]) -> Task:
@@ -264,31 +263,3 @@ class _OpenStates:
             retriever = self._states.pop(state)
             retriever.close()
             retriever.buffer.close()
-
-
-class _TreeRetriever:
-    """Finds traces for one tree (a `Retriever`), and counts for it alone."""
-
-    def __init__(self, shared: BufferRetriever, config: Config) -> None:
-        self._shared = shared
-        self._settings = config.buffer
-        self._counts: Counter[str] = Counter()
-
-    async def retrieve(
-        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
-    ) -> Retrieved | None:
-        question = question_of(self._settings, task, contents, whole=whole, noise_key=noise_key)
-        found = await self._shared.ask(question)
-        self._counts.update({"asked": 1, "nothing": found is None})
-        self._counts.update(cast(dict[str, int], self._shared.take_counts()))
-        return found
-
-    async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
-        return await self._shared.trajectories(task)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns counts for `BufferRetriever.count` since the last call, not metrics: the run's
-        process adds those of all trees."""
-        counts = self._counts
-        self._counts = Counter()
-        return {name: float(count) for name, count in counts.items()}

@@ -20,6 +20,10 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
 from treegraft.traces.rows import Excluded
 
+NUM_TRIES = 4
+"""Nearest steps that an environment tries; each costs a copy of it, and the first that comes true
+is attached."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -30,21 +34,6 @@ class Question:
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
-
-
-def question_of(
-    settings: BufferSettings,
-    task: Task,
-    contents: Sequence[StepContent],
-    *,
-    whole: bool,
-    noise_key: NoiseKey,
-) -> Question:
-    """Returns the question of a history: for the nearest trace, or as often as the recipe says for
-    a random one."""
-    is_random = keyed_unit(*noise_key, "noise rate") < settings.random_prob
-    draw = keyed_int(*noise_key, "random trace") if is_random else None
-    return Question(retrieval_key(task.question, contents), task.id, whole, draw)
 
 
 class BufferRetriever:
@@ -65,7 +54,8 @@ class BufferRetriever:
         self.buffer = buffer
         self._settings = settings
         self._is_tried = is_tried
-        self._num_nearest = settings.num_tries if is_tried else 1
+        # The paper's top 1, except where the first may prove untrue.
+        self._num_nearest = NUM_TRIES if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         # With overlap the thread of retrievals counts while an update's counts are taken.
         self._counts: Counter[str] = Counter()
@@ -76,15 +66,12 @@ class BufferRetriever:
     ) -> Retrieved | None:
         """Returns the nearest eligible trace, or a random one as often as the recipe says; None
         where none is eligible."""
-        found = await self.ask(
-            question_of(self._settings, task, contents, whole=whole, noise_key=noise_key)
-        )
+        is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
+        draw = keyed_int(*noise_key, "random trace") if is_random else None
+        key = retrieval_key(task.question, contents)
+        found = await self._batcher.ask(Question(key, task.id, whole, draw))
         self.count({"asked": 1, "nothing": found is None})
         return found
-
-    async def ask(self, question: Question) -> Retrieved | None:
-        """Returns the answer to a question that may be another process's, and counts none."""
-        return await self._batcher.ask(question)
 
     def count(self, counts: Mapping[str, float]) -> None:
         """Adds what retrievals have cost, here or in another process: "asked", "nothing", "cut" and
@@ -102,19 +89,19 @@ class BufferRetriever:
     async def trajectories(self, task: Task) -> Sequence[tuple[Trace, ...]]:
         """Returns the task's own stored trajectories without gaps: the best rewarded first, of
         these those with the fewest steps."""
+        # What may not be retrieved may not be begun below either.
         if not self._settings.allow_same_task:
             return []
         return await asyncio.to_thread(self._trajectories, task)
 
     def _trajectories(self, task: Task) -> list[tuple[Trace, ...]]:
         first_key = retrieval_key(task.question, ())
-        whole = [
-            path
-            for path in self.buffer.trajectories(task.id)
-            if [trace.position for trace in path] == list(range(len(path)))
+        whole: list[tuple[Trace, ...]] = []
+        for path in self.buffer.trajectories(task.id):
+            has_all = [trace.position for trace in path] == list(range(len(path)))
             # Under another seed the same id may stand for another question; environments show it.
-            if path[0].key == first_key or self._is_tried
-        ]
+            if has_all and (path[0].key == first_key or self._is_tried):
+                whole.append(path)
         return sorted(
             whole,
             key=lambda path: (-path[-1].reward, len(path), [trace.content_hash for trace in path]),
@@ -127,8 +114,10 @@ class BufferRetriever:
         began = time.monotonic()
         num_cut_before = buffer.num_keys_cut
         # By identity: two samples of a group may ask the same.
-        sought = [question for question in batch if question.draw is None]
-        drawn = [question for question in batch if question.draw is not None]
+        sought: list[Question] = []
+        drawn: list[Question] = []
+        for question in batch:
+            (sought if question.draw is None else drawn).append(question)
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[Question]) -> list[Excluded]:

@@ -1,4 +1,4 @@
-"""The Step-Trace Buffer that rollouts retrieve from: a file that is read where it lies, or a copy
+"""The Step-Trace Buffer that rollouts retrieve from: a file that is read in its place, or a copy
 that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Literal, Protocol
+from typing import Literal
 
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.files import parse_json, write_atomically
-from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.interfaces import TaskSource
 from treegraft.core.sessions import SessionOpener
-from treegraft.core.spans import span
-from treegraft.core.types import Origin, Status, Trace, Tree
+from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
 from treegraft.tools.environments.rehearsal import show
@@ -40,29 +40,20 @@ scripted expert, or the agent's own trajectories alone."""
 BufferReader = Literal["explorer", "lessons", "warmup"]
 """What reads it: an explorer that retrieves, the loss on stored successes, the warm-up."""
 OWN_FILE = Path("buffer") / "traces.sqlite"
-"""Where a run keeps its copy."""
+"""The place of a run's copy."""
 BUFFER = "buffer"
-"""Its name among the inputs of a resume, wherever it lies."""
+"""Its name among the inputs of a resume, wherever it is."""
 OWN = "self"
 """Source of the agent's own traces."""
 NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
 
 
-class TraceParts(Protocol):
-    """What writes and scores an expert's traces, of the parts of a run."""
-
-    format: Format
-    scorer: TreeScorer
-
-    @property
-    def environments(self) -> SessionOpener | None: ...
-
-
 def may_retrieve(config: Config) -> bool:
     """Returns whether the explorers of a recipe retrieve, as far as that is known without them."""
+    # By the settings: checks need the answer before anything is built.
     explorers = config.explore.explorers
-    # A user's own explorer may; it cannot be asked before it is built.
+    # A user's own explorer may; it cannot answer before it is built.
     is_asked = bool(config.buffer.path) and any(":" in name for name in explorers)
     return bool(retrieving(explorers)) or is_asked
 
@@ -76,7 +67,7 @@ def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
         "lessons": config.loss.lesson_coef > 0,
         "warmup": takes_warmup_of_buffer(config),
     }
-    readers = frozenset(reader for reader, does_read in reads.items() if does_read)
+    readers = frozenset(compress(reads, reads.values()))
     return without_file.get(config.buffer.path, by_suffix), readers
 
 
@@ -94,7 +85,7 @@ def buffer_file(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    used = _noted(path / "buffer.json", "path")
+    used = _noted(path / "buffer.json")
     places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -106,12 +97,12 @@ def buffer_file(path: Path) -> Path:
     return found
 
 
-def _noted(record: Path, name: str) -> str:
-    """What a run's note about its buffer says; empty without a note."""
+def _noted(record: Path) -> str:
+    """The path in a run's note about its buffer; empty without a note."""
     if not record.is_file():
         return ""
     try:
-        return str(dict(parse_json(record.read_bytes()))[name])
+        return str(dict(parse_json(record.read_bytes()))["path"])
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
@@ -122,7 +113,7 @@ def _noted(record: Path, name: str) -> str:
 class RolloutBuffer:
     """The buffer that rollouts retrieve from; none if the recipe's explorers do not retrieve.
 
-    One that is only read is opened where it lies. One that is made or grown is a copy: in `folder`,
+    One that is only read is opened in its place. One that is made or grown is a copy: in `folder`,
     where a resumed run rolls it back to its checkpoint, or in a temporary one.
     """
 
@@ -138,7 +129,7 @@ class RolloutBuffer:
 
         Args:
             source: the tasks, whose expert can fill the buffer.
-            folder: of the run, which keeps a copy there; the original is then no longer needed.
+            folder: of the run, which has a copy there; the original is then no longer needed.
             saved: a copy that was saved with the weights to go on from; None to begin anew.
 
         Raises:
@@ -166,7 +157,7 @@ class RolloutBuffer:
 
     @property
     def _is_open(self) -> bool:
-        """Whether it is held while trees grow."""
+        """Whether it is open while trees grow."""
         return bool(self.readers - {"warmup"})
 
     @property
@@ -193,7 +184,7 @@ class RolloutBuffer:
 
     @property
     def file(self) -> Path:
-        """Where it lies: the copy, which is not there before `build`, or the file that buffer.path
+        """Its place: the copy, which is not there before `build`, or the file that buffer.path
         names."""
         has_own = self._is_made or (self.is_own and self._own.exists())
         return self._own if has_own else named_file(self._config)
@@ -268,6 +259,7 @@ class RolloutBuffer:
         Raises:
             DataError: results that differ, by task and call.
         """
+        # Before the warm-up, which may take hours.
         if environments is None or self.origin != "expert" or not self._is_to_make:
             return
         agent = ScriptedAgent(self._source, seed=self._config.run.seed)
@@ -277,7 +269,7 @@ class RolloutBuffer:
 
     # ------------------------------------------------------------------ making and opening
 
-    async def build(self, parts: TraceParts) -> None:
+    async def build(self, parts: Parts) -> None:
         """Makes the copy of the expert's steps or of a .jsonl file, if that is still to do;
         arguments as in `opened`. Raises `DataError` for one without any."""
         if self._is_to_make:
@@ -286,13 +278,14 @@ class RolloutBuffer:
                 self._refuse_empty(buffer)
 
     @asynccontextmanager
-    async def opened(self, update: int, parts: TraceParts) -> AsyncIterator[None]:
+    async def opened(self, update: int, parts: Parts) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update` (0: at the beginning), built first where there
         is none yet.
 
         Args:
             parts: those of the run.
         """
+        # A warm-up has read it by now.
         if not self._is_open:
             yield
             return
@@ -311,10 +304,11 @@ class RolloutBuffer:
                 self.buffer = None
                 self.retriever.close()
 
-    async def _taken(self, update: int, parts: TraceParts) -> TraceBuffer:
+    async def _taken(self, update: int, parts: Parts) -> TraceBuffer:
         """The buffer, open; arguments as of `opened`."""
         if not self.is_own:
             return TraceBuffer(named_file(self._config), self._encoder)
+        # A copy that is there belongs to a run that goes on.
         is_new = not self._own.exists()
         if is_new:
             await self._make(update, parts)
@@ -325,7 +319,7 @@ class RolloutBuffer:
             buffer.roll_back(update)
         return buffer
 
-    async def _make(self, update: int, parts: TraceParts) -> None:
+    async def _make(self, update: int, parts: Parts) -> None:
         """Makes the copy, complete under its name or not there at all."""
         if self._saved is not None:
             with TraceBuffer(self._saved, self._encoder, is_frozen=True) as saved:
@@ -339,7 +333,7 @@ class RolloutBuffer:
                 await self._fill(made, parts)
                 made.copy_to(self._own)
 
-    async def _fill(self, buffer: TraceBuffer, parts: TraceParts) -> None:
+    async def _fill(self, buffer: TraceBuffer, parts: Parts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
         seed = self._config.run.seed
@@ -351,6 +345,7 @@ class RolloutBuffer:
         elif self.origin == "expert":
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
             asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
+            # Its expert has no chance in it, so one attempt is all there is.
             once = BuildSettings(num_samples=1, num_best=1)
             await build_traces(self._source.train_tasks(), asked, once, buffer, seed=seed)
 
@@ -363,7 +358,7 @@ class RolloutBuffer:
             )
 
     def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json, where the buffer lies, into the run's folder when the run begins."""
+        """Writes buffer.json, the buffer's place, into the run's folder when the run begins."""
         if self.folder is None or (place := self.folder / "buffer.json").exists():
             return
         note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
@@ -387,9 +382,8 @@ class RolloutBuffer:
         found = own_traces(
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
-        with span("record"):
-            self.buffer.add([trace for traces in found for trace in traces], update=update)
-            self.buffer.evict(settings.capacity, source=OWN, update=update)
+        self.buffer.add(chain.from_iterable(found), update=update)
+        self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:
@@ -410,17 +404,16 @@ def own_traces(
     """Returns the traces of each tree's best completed trajectories, those steps that the policy
     itself sampled; none of one without such a step.
 
-    Ties go to the one that stands first in the tree.
+    Ties go to the one that is first in the tree.
     """
     found: list[tuple[Trace, ...]] = []
     for tree in trees:
-        paths = [
-            path
-            for path in tree.trajectories()
-            if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
+        paths: list[Trajectory] = []
+        for path in tree.trajectories():
+            is_good = path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
             # A reward may accept an answer of no letters, which is no step to imitate.
-            if not path.is_stored and all(says_something(one) for one in path.contents)
-        ]
+            if is_good and not path.is_stored and all(map(says_something, path.contents)):
+                paths.append(path)
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             steps = path.steps[1:]
             split = split_steps(

@@ -24,7 +24,7 @@ class Rows:
     vectors: npt.NDArray[np.float32]
     """[rows, dim] of unit length."""
     terminal: Mask
-    """[rows] holds the final answer."""
+    """[rows] contains the final answer."""
     tasks: npt.NDArray[np.int32]
     """[rows] number of the task; of one without an id, of its question."""
     live: Mask
@@ -40,7 +40,13 @@ class RowTable:
     def __init__(self, dim: int) -> None:
         """Args: dim: length of the vectors."""
         self._task_numbers: dict[str, int] = {}
-        self.rows = self._reserved = _zeros(0, dim)
+        self.rows = Rows(
+            ids=np.zeros(0, np.int64),
+            vectors=np.zeros((0, dim), np.float32),
+            terminal=np.zeros(0, bool),
+            tasks=np.zeros(0, np.int32),
+            live=np.zeros(0, bool),
+        )
 
     def append(
         self,
@@ -51,28 +57,17 @@ class RowTable:
         tasks: Sequence[str],
     ) -> None:
         """Adds rows after the present ones, a column each."""
-        start = len(self.rows)
-        end = len(self.rows) + len(ids)
-        # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers
-        # hold views of the old rows, which are never written to again.
-        if end > len(self._reserved):
-            grown = _zeros(max(end, 2 * len(self._reserved), 1024), vectors.shape[1])
-            for name in Rows.__slots__:
-                getattr(grown, name)[:start] = getattr(self.rows, name)
-            self._reserved = grown
-        columns = {
-            "ids": ids,
-            "vectors": vectors,
-            "terminal": terminal,
-            "tasks": [
-                self._task_numbers.setdefault(task, len(self._task_numbers)) for task in tasks
-            ],
-        }
-        for name, values in columns.items():
-            getattr(self._reserved, name)[start:end] = values
-        present = {name: getattr(self._reserved, name)[:end] for name in columns}
-        # `live` alone changes later, by eviction, so every state has its own.
-        self.rows = Rows(**present, live=np.concatenate([self.rows.live, np.asarray(live, bool)]))
+        # By question too: of traces without a task id.
+        numbers = [self._task_numbers.setdefault(one, len(self._task_numbers)) for one in tasks]
+        before = self.rows
+        # Always new arrays: readers search the old ones at the same time.
+        self.rows = Rows(
+            ids=np.concatenate([before.ids, np.array(ids, np.int64)]),
+            vectors=np.concatenate([before.vectors, vectors]),
+            terminal=np.concatenate([before.terminal, np.array(terminal, bool)]),
+            tasks=np.concatenate([before.tasks, np.array(numbers, np.int32)]),
+            live=np.concatenate([before.live, np.array(live, bool)]),
+        )
 
     def evict(self, ids: Iterable[int]) -> None:
         """Marks rows as evicted."""
@@ -83,6 +78,7 @@ class RowTable:
     ) -> list[Mask]:
         """Returns [rows] for each query: those that it may find, without the traces of its
         excluded task."""
+        # Evicted rows stay in place, so that ids remain in order.
         base = rows.live if allow_terminal else rows.live & ~rows.terminal
         # One mask per task, not per query: the samples of a group ask about the same task.
         masks = dict[Excluded, Mask]()
@@ -91,13 +87,3 @@ class RowTable:
             numbers = [self._task_numbers.get(name, -1) for name in names if name]
             masks[task] = base & ~np.isin(rows.tasks, numbers) if numbers else base
         return [masks[task] for task in exclude_tasks]
-
-
-def _zeros(size: int, dim: int) -> Rows:
-    return Rows(
-        ids=np.zeros(size, np.int64),
-        vectors=np.zeros((size, dim), np.float32),
-        terminal=np.zeros(size, bool),
-        tasks=np.zeros(size, np.int32),
-        live=np.zeros(size, bool),
-    )

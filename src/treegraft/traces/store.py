@@ -6,7 +6,6 @@ traces    one row per content; evicted ones stay, marked, so that a resumed run 
 members   the trajectories that a trace is a step of: equal steps of several trajectories are one
           trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
-prunings  of a pruned buffer: each trajectory's steps with their likelihoods, and the cut ones
 """
 
 from __future__ import annotations
@@ -58,17 +57,10 @@ CREATE TABLE members (
 CREATE INDEX by_trace ON members (trace);
 CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 """
-PRUNINGS = """
-CREATE TABLE IF NOT EXISTS prunings (
-    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, note TEXT NOT NULL,
-    PRIMARY KEY (source, task_id, trajectory)
-) WITHOUT ROWID
-"""
-"""Of a pruned buffer alone: what became of each trajectory, as JSON."""
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
 """Of a trace, in the order of its fields."""
 IN_MEMORY = Path(":memory:")
-"""A path that SQLite takes for no file: the buffer lives in this process, as long as it is open."""
+"""A path that to SQLite is no file: the buffer lives in this process, as long as it is open."""
 Place = tuple[str, str, str]
 """Of a trajectory: its source, task and name."""
 
@@ -94,6 +86,7 @@ class TraceFile:
                 f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer",
                 code="buffer-is-folder",
             )
+        # Of this process; SQLite itself locks against others.
         self._lock = threading.RLock()
         real = path.resolve()
         # Of a file that is there: another process may be making it at this moment.
@@ -128,6 +121,7 @@ class TraceFile:
             raise
 
     def _prepare(self, create: bool) -> None:
+        # 64 MB: the default of 2 MB reads a large buffer's index again and again.
         self._connection.execute("PRAGMA cache_size = -65536")
         self._connection.create_function("asked_by", 1, _asked_by, deterministic=True)
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -161,6 +155,7 @@ class TraceFile:
                         connection.execute(statement)
                     connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
         found = self.meta().get("format")
+        # Never guessed at: a wrong reading would train on wrong steps.
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
@@ -200,6 +195,7 @@ class TraceFile:
         """Gives the connection inside a transaction that is committed at the end, or undone by an
         exception."""
         with self._lock, self._translated_errors():
+            # Not at the first write: two that have read could then both not write.
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -227,21 +223,6 @@ class TraceFile:
         with self.transaction() as connection:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
-
-    def add_prunings(self, notes: Mapping[Place, Mapping[str, Any]]) -> None:
-        """Notes what became of trajectories; a note that is there already is replaced."""
-        rows = [(*place, to_json(note)) for place, note in notes.items()]
-        with self.transaction() as connection:
-            connection.execute(PRUNINGS)
-            connection.executemany("INSERT OR REPLACE INTO prunings VALUES (?, ?, ?, ?)", rows)
-
-    def prunings(self) -> dict[Place, dict[str, Any]]:
-        """Returns the notes by trajectory; none for a buffer that was not pruned."""
-        with self._lock, self._translated_errors():
-            return {
-                (source, task_id, trajectory): json.loads(note)
-                for source, task_id, trajectory, note in pruning_rows(self._connection)
-            }
 
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
         """Returns the ids of the content hashes that are in the file and not evicted."""
@@ -309,6 +290,7 @@ class TraceFile:
                 if update is not None:
                     undo(copy, update)
                 copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
+                # Another run counts its updates from 1 again.
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
             _fold(copy)
@@ -402,14 +384,6 @@ def refuse_foreign(connection: sqlite3.Connection, path: Path) -> None:
                 " not use this file",
                 code="buffer-schema-foreign",
             )
-
-
-def pruning_rows(connection: sqlite3.Connection, *place: str) -> Iterator[tuple[str, ...]]:
-    """Yields source, task, trajectory and note of the pruned trajectories, or of the one at this
-    place; none from a buffer that was not pruned."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'prunings'").fetchone():
-        where = " WHERE source = ? AND task_id = ? AND trajectory = ?" if place else ""
-        yield from map(tuple, connection.execute(f"SELECT * FROM prunings{where}", place))
 
 
 def to_json(value: object) -> str:

@@ -28,7 +28,6 @@ from treegraft.parts import (
     interfaces,
     plain,
     remote,
-    spans,
 )
 
 PIECE_BYTES = 1 << 26
@@ -246,24 +245,19 @@ class EngineActor:
     async def grow(self, order: str) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it; see `TreeHost.grow`."""
         asked = json.loads(order)
-        where = spans.joined(asked["trace"], self.name)
-        with where, spans.span("grow", group_id=asked["group_id"]):
-            # A publish under way may be the one of the weights that the order names.
-            async with self._publishing:
-                self._refuse_older(asked["edition"])
-            assert self._host is not None
-            found = await self._host.grow(asked)
+        # A publish under way may be the one of the weights that the order names.
+        async with self._publishing:
+            self._refuse_older(asked["edition"])
+        assert self._host is not None
+        found = await self._host.grow(asked)
         if self._opened().death is not None:
             # The tree's failures are those of its engine. Another engine grows it.
             os._exit(1)
         return found
 
     async def close(self) -> str:
-        """Ends tools and environments, the engine and its servers, and sends the last spans."""
-        try:
-            return await replying(self._stack.aclose)()
-        finally:
-            spans.end_joined()
+        """Ends tools and environments, the engine and its servers."""
+        return await replying(self._stack.aclose)()
 
     def _refuse_older(self, edition: int) -> None:
         if self._edition < edition:

@@ -7,8 +7,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
@@ -97,10 +96,9 @@ class ClassEnvironments:
         self.made = maker or made
         self.options = settings.options
         self.capability = capability_of(made, name, settings)
-        has_get_reward, self.has_fork, self.has_close = (
-            callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
-        )
-        self.has_get_reward = has_get_reward
+        self.has_reward = callable(getattr(made, "get_reward", None))
+        self.has_fork = callable(getattr(made, "fork", None))
+        self.has_close = callable(getattr(made, "close", None))
         self.is_blocking = getattr(made, "is_blocking", True) is not False
         methods = _methods(made, name)
         self.methods = {one.tool.name: one for one in methods}
@@ -110,19 +108,14 @@ class ClassEnvironments:
                 f" {', '.join(sorted(NO_TOOLS))}, so no tools.",
                 code="environment-without-tools",
             )
-        if len(self.methods) < len(methods):
-            all_names = [one.tool.name for one in methods]
-            twice = next(one for one in all_names if all_names.count(one) > 1)
-            raise SettingError(
-                f"environment.kind: two methods of '{name}' give a tool named '{twice}'; rename one"
-                " in a subclass, and set the other there to None.",
-                code="tools-same-name",
+        # One for each method: of two whose tools have one name, the toolbox refuses the second.
+        tools: list[Tool] = []
+        for one in methods:
+            tool = one.tool
+            tools.append(
+                EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             )
-        self.has_reward = has_get_reward or any(one.may_reward for one in methods)
-        self.tools: Sequence[Tool] = [
-            EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
-            for tool in (one.tool for one in methods)
-        ]
+        self.tools: Sequence[Tool] = tools
         # Before the run: no object is made until the first trajectory.
         try:
             inspect.signature(self.made).bind(**settings.options)
@@ -148,15 +141,12 @@ class ClassEnvironment:
         self,
         kind: ClassEnvironments,
         made: Any = None,
-        rewards: Sequence[float] | None = (),
         *,
         is_over: bool = False,
         thread: OwnThread | None = None,
     ) -> None:
         self._kind = kind
         self._object = made
-        self._rewards = rewards
-        """Those that calls returned; None where calls that might have returned one did not."""
         self._is_over = is_over
         self._thread = thread or OwnThread("treegraft-environment")
         self._run_plain: Callable[[Callable[[], Any]], Awaitable[Any]] = (
@@ -179,41 +169,29 @@ class ClassEnvironment:
                 " the data do, or give it a default",
                 code="environment-column-missing",
             ) from error
-        first = await run_either(method, lambda: method(**given), self._run_plain)
-        # Gymnasium's (observation, info).
-        is_pair = isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], Mapping)
-        return as_text(first[0] if is_pair else first)
+        return as_text(await run_either(method, lambda: method(**given), self._run_plain))
 
     async def call(self, name: str, body: str, task: Task) -> Any:
         """Returns the method's result, with `OVER` after the one that ends the episode. Raises
         `ToolError` for a body that does not fit and after the end, and any exception of the
         method."""
+        # The object may be closed inside, and would raise something obscure.
         if self._is_over:
             raise ToolError(OVER, code="episode-over")
         own = self._kind.methods[name]
         method = getattr(self._object, own.name)
         try:
             result = await own.tool.run(method, body, task, self._run_plain)
+        # A method may set `done` and raise at the same time.
         except Exception:
             self._is_over = await self._run_plain(self._says_done)
             raise
-        outcome = step_of(result)
-        if outcome is None:
-            if own.may_reward:
-                self._rewards = self._rewards or None
-            self._is_over = await self._run_plain(self._says_done)
-        else:
-            result = outcome.observation
-            self._is_over = outcome.is_over
-            self._rewards = (*(self._rewards or ()), outcome.reward)
+        self._is_over = await self._run_plain(self._says_done)
         return ended(as_text(result)) if self._is_over else result
 
     async def reward(self) -> Any:
-        """Returns the result of get_reward; without that method the sum of the rewards that calls
-        returned, None where calls returned none."""
-        if self._kind.has_get_reward:
-            return await self._run(self._object.get_reward)
-        return None if self._rewards is None else float(sum(self._rewards))
+        """Returns the result of get_reward; None without that method."""
+        return await self._run(self._object.get_reward) if self._kind.has_reward else None
 
     async def fork(self) -> ClassEnvironment:
         """Returns a copy: the object's own fork, else a deep copy."""
@@ -229,9 +207,7 @@ class ClassEnvironment:
             )
         # What fork() opened, such as a database connection, belongs to the thread it ran in.
         thread = self._thread.shared() if self._kind.has_fork else None
-        return ClassEnvironment(
-            self._kind, made, self._rewards, is_over=self._is_over, thread=thread
-        )
+        return ClassEnvironment(self._kind, made, is_over=self._is_over, thread=thread)
 
     async def close(self) -> None:
         """Calls the object's close, where it has one, and ends the thread."""
@@ -251,47 +227,9 @@ async def _run_at_once(call: Callable[[], Any]) -> Any:
     return call()
 
 
-class StepResult(NamedTuple):
-    """A result in the form of Gymnasium."""
-
-    observation: Any
-    reward: float
-    is_over: bool
-
-
-def step_of(result: Any) -> StepResult | None:
-    """Returns (observation, reward, terminated, truncated, info), or the older form with one
-    `done`, as what it says; None for any other result."""
-    if not (
-        isinstance(result, tuple) and len(result) in (4, 5) and isinstance(result[-1], Mapping)
-    ):
-        return None
-    observation, reward, *flags, _ = result
-    if not all(map(_is_flag, flags)) or isinstance(reward, str):
-        return None
-    try:
-        return StepResult(observation, float(reward), any(flags))
-    except (TypeError, ValueError):
-        return None
-
-
 def _is_flag(value: Any) -> bool:
     # NumPy's have the name that NumPy 1 or 2 gives them.
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
-
-
-def may_reward(method: Callable[..., Any]) -> bool:
-    """Returns whether a method's annotation lets it return a tuple, and so a reward."""
-
-    def holds_tuple(hint: Any) -> bool:
-        if get_origin(hint) in (Union, UnionType):
-            return any(map(holds_tuple, get_args(hint)))
-        return hint in (Any, object, tuple) or get_origin(hint) is tuple
-
-    try:
-        return holds_tuple(get_type_hints(method).get("return", Any))
-    except Exception:  # a name that is not imported at run time
-        return True
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
@@ -325,8 +263,6 @@ class _Method(NamedTuple):
     name: str
     """In the class."""
     tool: FunctionTool
-    may_reward: bool
-    """It may return a reward with its result."""
 
 
 def _methods(made: type, place: str) -> list[_Method]:
@@ -341,5 +277,5 @@ def _methods(made: type, place: str) -> list[_Method]:
         if name.startswith("_") or name in NO_TOOLS or not inspect.isfunction(found):
             continue
         tool = FunctionTool(found, name=name, owner=f"'{place}'")
-        methods.append(_Method(name, tool, may_reward(found)))
+        methods.append(_Method(name, tool))
     return methods

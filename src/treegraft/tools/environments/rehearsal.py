@@ -144,6 +144,7 @@ async def first_true(
     """Of calls one after another: the result of the last."""
     for number, values in enumerate(candidates):
         told = _told(values, names)
+        # Nothing to try, so nothing can be untrue.
         if told == []:
             return number, None
         if told is None or open_copy is None:
@@ -158,6 +159,7 @@ async def first_true(
         trial = await open_copy()
         for made in begun:
             counts.num_graft_calls += 1
+            # For the next candidates: they often begin with the same call.
             known[made] = (await trial.call(made[-1])).text
             if known[made] != seen[made]:
                 trial.release()

@@ -184,6 +184,7 @@ class TreeEnvironments:
         """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
         live = self.kind.make()
         self._lives.add(live)
+        # Before it is known whether it begins: a failed start costs as much.
         self.run.counts.num_opened += 1
         try:
             return live, await self.run.bounded(live.reset(self._bare_task), "reset")
@@ -280,6 +281,7 @@ class EnvironmentSession:
                 return await self._act(call)
             except BaseException as error:
                 reason = f"environment '{self.tree.kind.name}': {call.name}: {describe(error)}"
+                # The first reason: later ones follow from it.
                 self._broken = self._broken or reason
                 raise
 
@@ -392,6 +394,7 @@ class EnvironmentSession:
     async def reward(self) -> float | None:
         """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for
         anything but a finite number or None."""
+        # Before the points are copied, which only a call for a reward needs.
         if not self.tree.kind.has_reward:
             return None
         self._keep_points()

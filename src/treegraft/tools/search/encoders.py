@@ -195,6 +195,7 @@ class SentenceEncoder:
             found = {text: self._cache[text] for text in texts if text in self._cache}
             missing = [text for text in dict.fromkeys(texts) if text not in found]
             found.update(zip(missing, self._run(missing), strict=True))
+            # The latest use counts, so that keys of the present update stay.
             for text in found:
                 self._cache[text] = found[text]
                 self._cache.move_to_end(text)

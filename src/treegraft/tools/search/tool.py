@@ -20,6 +20,7 @@ class SearchTool:
     description = "Searches a collection of texts and shows the passages that best match the query."
     signature = Signature.of_text("query", "What to look for.")
     capability = Capability.STATELESS
+    # By its fingerprint: another corpus has another one.
     cacheable = True
 
     def __init__(self, backend: SearchBackend, *, top_k: int = 3) -> None:

@@ -18,7 +18,6 @@ from pydantic_core import from_json
 
 from treegraft.core.addresses import redacted
 from treegraft.core.errors import EngineError
-from treegraft.core.spans import trace_headers
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
@@ -169,9 +168,7 @@ class Server:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._http.stream(
-                    method, f"{self.url}{path}", json=body, headers=trace_headers()
-                ) as response,
+                self._http.stream(method, f"{self.url}{path}", json=body) as response,
             ):
                 async for piece in response.aiter_bytes():
                     found += piece
