@@ -103,8 +103,6 @@ def ids_of(kind: str, text: str) -> list[int]:
     return list(tokenizer_of(kind).encode(text, add_special_tokens=False))
 
 
-
-
 # ---------------------------------------------------------------------- templates
 
 
