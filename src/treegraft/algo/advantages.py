@@ -54,14 +54,7 @@ def leaf_weights(
 
     Args:
         branchings: [leaves] the product above, 1 where nothing branched.
-
-    Raises:
-        ValueError: an unknown kind.
     """
-    if kind not in ("uniform", "inverse_branching"):
-        raise ValueError(
-            f"leaf_weights: kind is '{kind}'; expected 'uniform' or 'inverse_branching'"
-        )
     products = np.asarray(branchings, dtype=np.float64)
     shares = 1.0 / products if kind == "inverse_branching" else np.ones_like(products)
     total = shares.sum()
@@ -103,7 +96,7 @@ def assign_credit(
         learn_from_truncated: whether truncated trajectories carry loss.
 
     Raises:
-        ValueError: a live leaf without reward, or an unknown name.
+        ValueError: a live leaf without reward, or a name that compares a whole batch.
     """
     members = group_members(tree)
     if outcomes is None:
@@ -144,18 +137,11 @@ def attributed(
 ) -> Sequence[float | None]:
     """Returns [steps] `Step.advantage`, None where a trajectory's own stands: ARPO's soft and hard
     attribution (arXiv 2507.19849), or an extension's; see `assign_credit`.
-
-    Raises:
-        ValueError: an unknown name.
     """
     if attribution == "soft":
         return [None] * len(tree.steps)
     if attribution == "hard":
         return _step_advantages(tree, members, advantages)
-    if not callable(attribution):
-        raise ValueError(
-            f"assign_credit: attribution is '{attribution}'; expected 'soft', 'hard' or a function"
-        )
     return _step_advantages(tree, members, advantages, attribution(members))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,8 @@ def group_advantages(
     singleton through.
 
     Raises:
-        ValueError: an unknown scale, or a reward that is not a finite number.
+        ValueError: a reward that is not a finite number.
     """
-    if scale not in get_args(Scale):
-        raise ValueError(
-            f"group_advantages: scale is '{scale}'; expected one of {', '.join(get_args(Scale))}"
-        )
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError(

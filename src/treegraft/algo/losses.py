@@ -120,12 +120,7 @@ def imitated_loss(
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
         advantages: [D] of the trajectory that holds the graft, detached.
         coef, gamma: c and γ.
-
-    Raises:
-        ValueError: an unknown form.
     """
-    if form not in ("log", "luffy"):
-        raise ValueError(f"imitated_loss: form is '{form}'; expected 'log' or 'luffy'")
     # π / (π + γ) = sigmoid(log π - log γ), which neither overflows nor divides by a vanishing sum.
     raised = logprobs if form == "log" else torch.sigmoid(logprobs - math.log(gamma))
     return -coef * advantages.clamp(min=0.0) * raised
@@ -175,20 +170,12 @@ def contribution_weights(
     Args:
         leaf_weights: [N] w_i, which sum to 1 over each group.
         lengths: [N] |y_i|; a trajectory of length 0 gets factor 0.
-
-    Raises:
-        ValueError: an unknown aggregation.
     """
     # A step whose only loss tokens belong to leaves of weight 0 has no token to divide by.
     if aggregation == "token-mean":
         factors = leaf_weights / max(denominators.weighted_tokens, 1e-12)
     elif aggregation == "sequence-mean":
         factors = leaf_weights / (lengths.clamp(min=1.0) * denominators.num_groups)
-    elif aggregation == "sequence-sum":
-        factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
     else:
-        raise ValueError(
-            f"contribution_weights: aggregation is '{aggregation}'; expected token-mean,"
-            " sequence-mean or sequence-sum"
-        )
+        factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
     return torch.where(lengths > 0, factors, torch.zeros_like(factors))

@@ -96,7 +96,7 @@ def combined_advantages(
         weight: a.
 
     Raises:
-        ValueError: columns of different lengths, or a value that is not a finite number.
+        ValueError: columns of different lengths.
     """
     outcomes = np.asarray(outcome_advantages, dtype=np.float64)
     rewards = np.asarray(retrieval_rewards, dtype=np.float64)
@@ -104,11 +104,6 @@ def combined_advantages(
         raise ValueError(
             f"combined_advantages: got {outcomes.size} outcome advantages and {rewards.size}"
             " retrieval rewards; expected two flat lists with one entry for each leaf of the group"
-        )
-    if not (np.isfinite(outcomes).all() and np.isfinite(rewards).all()):
-        raise ValueError(
-            f"combined_advantages: got {outcome_advantages!r} and {retrieval_rewards!r}; expected"
-            " finite numbers"
         )
     if rewards.size < 2 or (rewards == rewards[0]).all():
         return outcomes.copy()

@@ -156,8 +156,3 @@ def distance_from_dense(
 def exactness(dtype: torch.dtype) -> float:
     """Returns the largest distance of outputs or gradients from a dense mask's that is rounding."""
     return 1e-3 if dtype == torch.float32 else 0.05
-
-
-def is_exact(gap: float, dtype: torch.dtype) -> bool:
-    """Returns whether a distance of outputs or gradients from a dense mask's is rounding."""
-    return gap <= exactness(dtype)

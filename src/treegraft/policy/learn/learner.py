@@ -14,12 +14,12 @@ from torch import Tensor
 from treegraft.algo.loss import ImitatedBatch, LossBatch, PassScores, loss_terms, total_loss
 from treegraft.algo.losses import Denominators, contribution_weights
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
-from treegraft.core.errors import CheckpointError, ModelError
+from treegraft.core.errors import CheckpointError, ModelError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
-from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
+from treegraft.policy.checkpoint import optimiser_file, optimiser_files, write_model
 from treegraft.policy.learn.imitation import imitation_packs
 from treegraft.policy.learn.lessons import shared_out, teach, weight_of
 from treegraft.policy.learn.metrics import MetricSums
@@ -51,6 +51,7 @@ from treegraft.policy.learn.plan import (
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import Scores, ScoringModel, check_head, packing_problem
 from treegraft.policy.output_head import base_model
+from treegraft.policy.shards import write_rows
 from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -97,6 +98,7 @@ class Learner:
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
+            SettingError: grafts are to be imitated by a model whose trees cannot be packed.
         """
         self.model = model
         self.settings = learn
@@ -109,6 +111,12 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
+        elif loss.graft_coef:
+            raise SettingError(
+                f"loss.graft_coef: got {loss.graft_coef:g}, expected 0 for a model whose trees are"
+                f" run row by row, since {self.packing_problem}.",
+                code="grafts-not-packed",
+            )
         self._team = team or Alone()
         self._shares_card = shares_card
         self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
@@ -445,19 +453,34 @@ class Learner:
 
     def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
-        folder if there is one, or for a resumed run those that lie there.
+        folder if there is one, or for a resumed run those in the folder.
 
         Raises:
-            CheckpointError: they do not lie there.
+            CheckpointError: they are not in the folder.
         """
         self.reference = Reference(self.model)
         if folder is None:
             return
-        if is_new:
+        is_first = self._team.rank == 0
+        if is_new and is_first:
             Reference.clear(folder)
-            self.reference.save(folder)
+        # No rank may write before rank 0 has deleted what an earlier run left.
+        self._meet()
+        if is_new:
+            self.reference.save(folder, self._suffix, is_first=is_first)
         else:
             self.reference.load(folder)
+        self._meet()
+
+    @property
+    def _suffix(self) -> str:
+        """The end of the names of this rank's files."""
+        size = self._team.size
+        return "" if size == 1 else f"-{self._team.rank + 1:05d}-of-{size:05d}"
+
+    def _meet(self) -> None:
+        """Waits until every rank is here."""
+        self._team.gather(torch.zeros(0, dtype=torch.float32))
 
     def forget_moments(self) -> None:
         """Resets the optimiser, as between warm-up and training."""
@@ -465,12 +488,18 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Writes the plain model, adapters merged into it, and the optimiser's state into the
-        folder of a checkpoint."""
+        folder of a checkpoint; of several ranks each its rows."""
+        self._write_model(folder)
+        path = optimiser_file(folder, self._suffix)
+        write_rows(path, self.optimiser.state(), is_first=self._team.rank == 0)
+        self._meet()
+
+    def _write_model(self, folder: Path) -> None:
         write_model(folder, self.model, named_weights(self.model))
-        write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        """Goes on from the trained weights and the optimiser's state in a checkpoint.
+        """Goes on from the trained weights and the optimiser's state in a checkpoint, whatever
+        number of ranks wrote it.
 
         Raises:
             CheckpointError: it is damaged, or belongs to another model, or this model was loaded
@@ -487,24 +516,13 @@ class Learner:
                 " another reference. Name that model in model.path, then load and publish.",
                 code="loaded-onto-itself",
             )
-        self.load_state(read_optimiser(folder))
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns everything that training needs to go on: master weights, optimiser moments,
-        counters."""
-        return self.optimiser.state()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state()`.
-
-        Raises:
-            CheckpointError: the state belongs to another model.
-        """
         try:
-            self.optimiser.load_state(state)
+            self.optimiser.load(optimiser_files(folder))
         except KeyError as error:
             raise CheckpointError(
-                f"the optimiser state does not fit the model: {error}", code="optimiser-mismatch"
+                f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
+                " model, in the files of all ranks that wrote it. Take another checkpoint.",
+                code="optimiser-mismatch",
             ) from error
 
 

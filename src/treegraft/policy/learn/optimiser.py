@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import ModelError
+from treegraft.policy.shards import TensorFiles
 from treegraft.settings.policy import LearnSettings, Schedule
 
 MAX_SKIPPED = 3
@@ -95,10 +95,6 @@ class MasterAdamW:
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
 
-    def clear(self) -> None:
-        """Drops the gradients."""
-        self._adam.zero_grad(set_to_none=True)
-
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves. Where the norm is not finite the step is skipped, and the schedule counts it.
@@ -136,7 +132,7 @@ class MasterAdamW:
 
     def _skip(self, norm: float) -> None:
         """Drops a gradient that would make every weight and moment NaN."""
-        self.clear()
+        self._adam.zero_grad(set_to_none=True)
         self._num_skipped += 1
         if self._num_skipped >= MAX_SKIPPED:
             raise ModelError(
@@ -175,21 +171,20 @@ class MasterAdamW:
                 state[f"{key}.{name}"] = value
         return state
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state()`; a KeyError names the missing entry."""
-        self.num_steps = int(state["num_steps"])
-        # Earlier versions skipped none.
-        self._num_skipped = int(state.get("num_skipped", 0))
-        with torch.no_grad():
-            for name, master in zip(self._names, self._masters, strict=True):
-                master.copy_(state[f"master.{name}"])
-                # A weight that has had no gradient yet has no moments.
-                if f"exp_avg.{name}" in state:
-                    # Copied: AdamW changes them in place, and the caller's stay the checkpoint's.
-                    self._adam.state[master] = {
-                        key: state[f"{key}.{name}"].to(master.device, copy=True)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+    def load(self, files: TensorFiles) -> None:
+        """Restores `state()` from files, of divided weights the rows of this process; a KeyError
+        names the missing entry."""
+        self.num_steps = int(files.whole("num_steps"))
+        self._num_skipped = int(files.whole("num_skipped"))
+        for name, master in zip(self._names, self._masters, strict=True):
+            files.fill(f"master.{name}", master)
+            # A weight that has had no gradient yet has no moments.
+            if f"exp_avg.{name}" in files:
+                state = {"step": files.whole(f"step.{name}").to(master.device)}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(master, requires_grad=False)
+                    files.fill(f"{key}.{name}", state[key])
+                self._adam.state[master] = state
         self._copy_to_model()
 
     def reset(self) -> None:

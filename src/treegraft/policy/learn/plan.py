@@ -15,7 +15,7 @@ from torch import Tensor
 from treegraft.core.columns import Column
 from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
-from treegraft.policy.learn.pack import num_imitated_tokens, num_tree_tokens, plan_packs, split_tree
+from treegraft.policy.learn.pack import num_tree_tokens, plan_packs, split_tree
 
 
 class Part(NamedTuple):
@@ -71,10 +71,7 @@ def plan_passes(
         for n in indices
         for part in split_tree(trees[n], limit, with_imitated=takes_imitated)
     ]
-    sizes = [
-        num_tree_tokens(part.tree) + (num_imitated_tokens(part.tree) if takes_imitated else 0)
-        for part in parts
-    ]
+    sizes = [num_tree_tokens(part.tree, with_imitated=takes_imitated) for part in parts]
     groups = plan_packs(sizes, limit)
     packs = tuple(tuple(parts[n] for n in group) for group in groups)
     return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_ranks))

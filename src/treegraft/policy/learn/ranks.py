@@ -325,10 +325,6 @@ class Ranks:
         dist.all_gather(found, padded)
         return [part[: int(count)] for part, count in zip(found, counts, strict=True)]
 
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        self.gather(torch.zeros(0, dtype=torch.float32))
-
 
 def _end_with_torchrun() -> None:
     """Lets this process end where torchrun is killed and cannot end it."""

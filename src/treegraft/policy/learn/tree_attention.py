@@ -24,7 +24,7 @@ from treegraft.policy.learn.dense import (
     AttentionShape,
     dense_attend,
     distance_from_dense,
-    is_exact,
+    exactness,
 )
 from treegraft.policy.learn.flex import (
     BLOCK,
@@ -216,7 +216,7 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
 
     # Tried once for each width and type: the compiler and the processor are this machine's own.
     gap = distance_from_dense(attend, AttentionShape(4, 2, width), dtype, torch.device("cpu"))
-    if is_exact(gap, dtype):
+    if gap <= exactness(dtype):
         return kernels
     _log.warning(
         "learner: attention over trees takes torch's operators, which is slower: our kernels are"
