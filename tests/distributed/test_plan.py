@@ -96,14 +96,6 @@ def test_models_that_several_ranks_cannot_learn_are_refused() -> None:
         refuse(adapted, embedded)
 
 
-def test_weights_that_something_else_has_divided_are_refused() -> None:
-    """Their gradients would be wrong without an error."""
-    model = build_model("llama")
-    model.lm_head.weight.placements = ()
-    with raises_code("weights-divided"):
-        Learner(model, settings().learn, settings().loss, length_constant=7)
-
-
 def test_a_rank_on_another_host_has_ended_once_it_left_last_words() -> None:
     class Store(dict[str, bytes]):
         def check(self, keys: list[str]) -> bool:

@@ -25,6 +25,7 @@ from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.load import load_model, with_adapters
+from treegraft.policy.shards import TensorFiles, write_rows
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import (
     EngineSettings,
@@ -196,7 +197,7 @@ def test_adamw_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None:
+def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype, tmp_path: Path) -> None:
     """One number of one of its passes is enough; the third in a row is an error, also where the
     optimiser goes on from its state."""
     models = [torch.nn.Linear(2, 1, bias=False).to(dtype) for _ in range(2)]
@@ -219,7 +220,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
     assert model.weight.grad is None and not optimiser.gradients()
     # A finite one begins the count anew.
     assert step(None) == pytest.approx(2**0.5) and step(math.nan) and step(math.nan)
-    resumed.load_state(optimiser.state())
+    resumed.load(files_of(optimiser.state(), tmp_path))
     model = models[1]
     optimiser = resumed
     with raises_code("gradient-not-finite"):
@@ -227,16 +228,21 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
     assert all(bool(tensor.isfinite().all()) for tensor in optimiser.state().values())
 
 
-def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]:
+def files_of(state: dict[str, torch.Tensor], folder: Path) -> TensorFiles:
+    write_rows(folder / "state.safetensors", state, is_first=True)
+    return TensorFiles([folder / "state.safetensors"])
+
+
+def rates(learn: LearnSettings, num_planned: int, num_taken: int, folder: Path) -> list[float]:
     """The learning rates of the first steps, by a model of one weight."""
     model = torch.nn.Linear(1, 1, bias=False)
     found = []
     optimiser = MasterAdamW(model, learn, num_planned=num_planned)
     for taken in range(num_taken):
         if taken == 3:  # a resumed run
-            state = {name: tensor.clone() for name, tensor in optimiser.state().items()}
+            state = files_of(optimiser.state(), folder)
             optimiser = MasterAdamW(model, learn, num_planned=num_planned)
-            optimiser.load_state(state)
+            optimiser.load(state)
         model.weight.grad = torch.ones(1, 1)
         optimiser.step()
         found.append(optimiser.last_lr)
@@ -254,9 +260,10 @@ def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]
         ({"schedule": "cosine"}, [8, 4 + 8**0.5, 4, 4 - 8**0.5, 0, 0]),
     ],
 )
-def test_schedules_by_hand(settings: dict, expected: list[float]) -> None:
+def test_schedules_by_hand(settings: dict, expected: list[float], tmp_path: Path) -> None:
     """Four steps are planned, and two more are taken, as by a run that was prolonged."""
-    assert rates(LearnSettings(lr=8.0, **settings), 4, 6) == pytest.approx(expected, abs=1e-12)
+    found = rates(LearnSettings(lr=8.0, **settings), 4, 6, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_weights_decay_but_norms_and_biases_do_not() -> None:
@@ -279,7 +286,7 @@ def test_weights_decay_but_norms_and_biases_do_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
+def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype, tmp_path: Path) -> None:
     trees = example_trees(3)
 
     def learner_of() -> Learner:
@@ -292,13 +299,12 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
 
     whole = learner_of()
     whole.learn(trees)
-    state = {name: tensor.clone() for name, tensor in whole.state().items()}
     resumed = learner_of()
-    resumed.load_state(state)
+    resumed.optimiser.load(files_of(whole.optimiser.state(), tmp_path))
     for learner in (whole, resumed):
         learner.learn(trees)
-    ours = resumed.state()
-    theirs = whole.state()
+    ours = resumed.optimiser.state()
+    theirs = whole.optimiser.state()
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -322,7 +328,7 @@ def test_learning_does_not_depend_on_torchs_default_type(
         learn = LearnSettings(lr=1e-2, num_epochs=2)
         learner = Learner(model, learn, LossSettings(), length_constant=7)
         trees, _ = learner.learn(example_trees(3))
-        return trees, learner.state()
+        return trees, learner.optimiser.state()
 
     trees, state = learned(models[0])
     torch.set_default_dtype(default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from torch import Tensor
 from treegraft.algo.loss import ImitatedBatch, LossBatch, PassScores, loss_terms, total_loss
 from treegraft.algo.losses import Denominators, contribution_weights
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
-from treegraft.core.errors import CheckpointError, ModelError, SettingError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import optimiser_file, optimiser_files, write_model
 from treegraft.policy.learn.imitation import imitation_packs
-from treegraft.policy.learn.lessons import shared_out, teach, weight_of
+from treegraft.policy.learn.lessons import lessons_loss, shared_out, weight_of
 from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.objective import find_form
 from treegraft.policy.learn.optimiser import MasterAdamW
@@ -128,13 +128,6 @@ class Learner:
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         """The module through which all passes run, where its weights are to lie."""
-        # Weights of a DTensor that are used outside their own module's forward pass get no
-        # gradient from the others, without an error.
-        if any(hasattr(weight, "placements") for weight in scoring.parameters()):
-            raise ModelError(
-                "learner: got divided weights (DTensor), expected a whole model; torchrun divides",
-                code="weights-divided",
-            )
         return scoring
 
     @property
@@ -227,24 +220,40 @@ class Learner:
         skipped."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(step.num_loss_tokens for tree in trees for step in tree.steps)
-        total = 0.0
-        for batch in self._demonstrations(trees):
-            logprobs, _ = self.scores(batch)
+
+        def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
             chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
-            loss = -chosen.sum() / max(1, count)
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
+            return -chosen.sum() / max(1, count)
+
+        total = self._imitate(trees, loss_of)
         norm = self.optimiser.step(lr, weight_decay)
         mean = float(combined(self._team, total, sum))
         return mean if math.isfinite(norm) else math.nan
 
-    def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
-        """The passes of this process over trees that are no rollouts, each whole."""
+    def _imitate(
+        self, trees: Sequence[Tree], loss_of: Callable[[TreeBatch, Tensor], Tensor]
+    ) -> float:
+        """Adds the gradient of trees that are no rollouts, each packed whole, and returns the loss
+        of this process's passes."""
         packs = imitation_packs(trees, self.settings.max_pack_tokens)
         whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
         sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
-        plan = Plan(tuple(whole), deal(sizes, self._team.size))
-        return (batch for _, batch in self._batches(plan))
+        total = 0.0
+        for _, batch in self._batches(Plan(tuple(whole), deal(sizes, self._team.size))):
+            loss = loss_of(batch, self.scores(batch)[0])
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        return total
+
+    def _teach(self, lessons: Sequence[Tree], sums: MetricSums) -> None:
+        """Adds the gradient of an optimiser step's lessons."""
+
+        def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
+            sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
+            return lessons_loss(batch, logprobs, self._loss.lesson_coef, len(lessons))
+
+        if weighty := [lesson for lesson in lessons if weight_of(lesson)]:
+            sums.loss += self._imitate(weighty, loss_of)
 
     # ------------------------------------------------------------------ one update
 
@@ -286,7 +295,7 @@ class Learner:
         sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
+            self._teach(taught[part], sums)
             denominators = self._denominators(trees[n] for n in part)
             packs[part] = self._optimiser_step(packs[part], denominators, sums)
         # The schedule counts those that had no tree too, as its plan does.

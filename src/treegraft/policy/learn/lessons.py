@@ -14,20 +14,16 @@ value of each task the lessons of easy tasks fade first, and all that are left s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Tree
-from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.plan import split_evenly
-from treegraft.policy.learn.scores import Scores
-from treegraft.settings.policy import LossSettings
 
 DECAY = 0.5
 """What an update leaves of the value's sums."""
@@ -152,29 +148,6 @@ def shared_out(
     parts = [part for part in minibatches if part]
     shares = split_evenly(len(lessons), max(1, len(parts)))
     return {part: [lessons[n] for n in own] for part, own in zip(parts, shares, strict=False)}
-
-
-def teach(
-    lessons: Sequence[Tree],
-    settings: LossSettings,
-    batches: Callable[[Sequence[Tree]], Iterable[TreeBatch]],
-    scores: Callable[[TreeBatch], Scores],
-    sums: MetricSums,
-) -> float:
-    """Adds the gradient of an optimiser step's lessons, and returns their loss.
-
-    Args:
-        batches: packs trees into the passes of this process.
-    """
-    weighty = [lesson for lesson in lessons if weight_of(lesson)]
-    total = 0.0
-    for batch in batches(weighty) if weighty else ():
-        logprobs, _ = scores(batch)
-        loss = lessons_loss(batch, logprobs, settings.lesson_coef, len(lessons))
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-        sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
-    return total
 
 
 def lessons_loss(batch: TreeBatch, logprobs: Tensor, coef: float, num_lessons: int) -> Tensor:

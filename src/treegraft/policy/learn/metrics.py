@@ -22,16 +22,15 @@ class MetricSums:
         self.ratio_max = 1.0
         self.grad_norms: list[float] = []
         self.lrs: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._unread: list[tuple[str, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._sizes = dict.fromkeys(("unique", "imitated", "path", "contributions"), 0)
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
-        # In float64: a mean over a million contributions keeps its digits, whatever their order.
-        # Read later, all at once: the host would wait for a GPU at each.
-        self._unread.append((key, values.sum(dtype=torch.float64)))
+        # In float64: a mean over a million contributions keeps its digits, whatever their order. A
+        # tensor until the end: the host would wait for a GPU at each.
+        self._sums[key] = self._sums.get(key, 0.0) + values.sum(dtype=torch.float64)
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 
     def add_terms(self, terms: Mapping[str, Tensor], advantages: Tensor) -> None:
@@ -62,15 +61,6 @@ class MetricSums:
         self.grad_norms = [*self.grad_norms, grad_norm]
         self.lrs = [*self.lrs, lr]
 
-    def _read(self) -> None:
-        """Adds what is not read yet to the sums, in the order in which it came."""
-        if not self._unread:
-            return
-        sums = torch.stack([total for _, total in self._unread]).tolist()
-        for (key, _), total in zip(self._unread, sums, strict=True):
-            self._sums[key] = self._sums.get(key, 0.0) + total
-        self._unread = []
-
     def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
         """Adds the tokens and contributions of packs, each counted once whatever the number of
         epochs."""
@@ -85,8 +75,7 @@ class MetricSums:
 
     def state(self) -> dict[str, Any]:
         """Returns all of it as JSON can hold it."""
-        self._read()
-        return {name: value for name, value in vars(self).items() if name != "_unread"}
+        return vars(self) | {"_sums": {key: float(total) for key, total in self._sums.items()}}
 
     @classmethod
     def of(cls, states: Sequence[dict[str, Any]]) -> MetricSums:
@@ -111,8 +100,7 @@ class MetricSums:
         Args:
             takes_imitated: whether the run learns from grafts; their tokens are counted only then.
         """
-        self._read()
-        means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
+        means = {key: float(total) / max(1, self._counts[key]) for key, total in self._sums.items()}
         # Where all fresh groups were skipped nothing was compared: 0 would count as agreement.
         if not self._counts.get("learn/engine_gap"):
             means.pop("learn/engine_gap", None)

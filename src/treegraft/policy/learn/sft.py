@@ -8,7 +8,7 @@ on and answering can be left out (skill without propensity) or shown with a chos
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
@@ -26,8 +26,6 @@ when their turn comes."""
 MOST_UNFIT = 0.05
 """Share of a file's rows that may be left out as unfit; with more, the file is another than was
 meant."""
-MAX_KEPT = 4096
-"""Solutions of the expert that are kept: one that plays a game takes its time."""
 
 
 class Demonstrations:
@@ -58,8 +56,8 @@ class Demonstrations:
         self._settings = settings
         self._seed = seed
         self._show = show
-        self._solved: dict[str, Demonstration] = {}
-        """By the whole task, the latest last; of environments, as they showed it."""
+        self._shown: dict[int, list[Demonstration]] = {}
+        """Of the step that was prepared last, as environments showed them."""
         self._stored = stored
         self.left_out = ""
         """How many of the stored ones that were looked at the format cannot write, and why."""
@@ -90,43 +88,23 @@ class Demonstrations:
         contradicts."""
         if self._show is None or self._stored is not None:
             return
-        todo: dict[str, Demonstration] = {}
-        for task in self._tasks(step, self._settings.batch_size):
-            # Ids and questions alone may repeat.
-            key = repr(task)
-            if key in self._solved:
-                self._solved[key] = self._solved.pop(key)
-            elif (one := self._solution(task)) is not None:
-                todo[key] = one
-        self._keep(dict(zip(todo, await self._show(list(todo.values())), strict=True)))
-
-    def _keep(self, solved: Mapping[str, Demonstration]) -> None:
-        self._solved |= solved
-        while len(self._solved) > MAX_KEPT:
-            del self._solved[next(iter(self._solved))]
-
-    def _tasks(self, step: int, num: int) -> Sequence[Task]:
-        return self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
-
-    def _solution(self, task: Task) -> Demonstration | None:
-        key = repr(task)
-        if key in self._solved:
-            return self._solved[key]
-        # By the task's id, not by the step: the expert shows a task in the same way each time.
-        steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
-        if steps and self._show is None:
-            self._keep({key: (task, steps)})
-        return (task, steps) if steps else None
+        made = self._made(step, self._settings.batch_size)
+        self._shown = {step: await self._show(made)}
 
     def _made(self, step: int, num: int) -> list[Demonstration]:
-        found = map(self._solution, self._tasks(step, num))
-        return [one for one in found if one is not None]
+        found = []
+        for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
+            # By the task's id, not by the step: the expert shows a task in the same way each time.
+            steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
+            if steps:
+                found.append((task, steps))
+        return found
 
     def batch(self, step: int) -> list[Tree]:
         """Returns the demonstrations of warm-up step `step` as trees of one path."""
         size = self._settings.batch_size
         if self._stored is None:
-            chosen = self._made(step, size)
+            chosen = self._shown.get(step) or self._made(step, size)
         else:
             places = range(step * size, (step + 1) * size)
             chosen = [self._stored[self._place(place)] for place in places]
