@@ -21,9 +21,10 @@ from tests.support.families import build_model
 from tests.support.trees import recorded_trees
 
 from treegraft.core.types import Tree
+from treegraft.policy.deal import deal
 from treegraft.policy.learn import ranks
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.plan import deal, plan_passes
+from treegraft.policy.learn.plan import plan_passes
 from treegraft.policy.learn.sent_trees import packed, unpacked
 from treegraft.policy.learn.sharded import StreamedWeights, refuse
 from treegraft.policy.learn.torchrun import num_ranks

@@ -181,28 +181,24 @@ def batch_outcomes(
     Args:
         restarts: as in `assign_credit`; each group has its own baseline.
     """
-    every = [group_members(tree) for tree in trees]
-    is_apart = restarts == "apart"
-    places = [
-        by_place([path.start_id if is_apart else ROOT_ID for path in members]) for members in every
-    ]
-    groups = [
-        [members[index] for index in own]
-        for members, found in zip(every, places, strict=True)
-        for own in found
-    ]
-    values = iter(
-        whitened(
-            [[path.leaf.reward or 0.0 for path in group] for group in groups],
-            [[sum(s.num_loss_tokens for s in path.steps) for path in group] for group in groups],
-            has_baseline=has_baseline,
-        )
-    )
     outcomes = []
-    for members, found in zip(every, places, strict=True):
+    places = []
+    rewards = []
+    lengths = []
+    for tree in trees:
+        members = group_members(tree)
         outcomes.append(np.zeros(len(members)))
-        for own in found:
-            outcomes[-1][own] = next(values)
+        starts = [path.start_id if restarts == "apart" else ROOT_ID for path in members]
+        for own in by_place(starts):
+            places.append((outcomes[-1], own))
+            rewards.append([members[index].leaf.reward or 0.0 for index in own])
+            counts = []
+            for index in own:
+                counts.append(sum(step.num_loss_tokens for step in members[index].steps))
+            lengths.append(counts)
+    values = whitened(rewards, lengths, has_baseline=has_baseline)
+    for (column, own), found in zip(places, values, strict=True):
+        column[own] = found
     return outcomes
 
 

@@ -32,7 +32,6 @@ from treegraft.runs.checkpoint import (
     PARTIAL,
     TrainState,
     checksums_of,
-    read_state,
     state_json,
 )
 from treegraft.runs.trust import remember, settings_of
@@ -118,10 +117,5 @@ def optimiser_file(folder: Path, suffix: str) -> Path:
 
 def optimiser_files(folder: Path) -> TensorFiles:
     """Returns the optimiser's state in a checkpoint; the weights are loaded by `load.load_model`
-    from the folder itself.
-
-    Raises:
-        CheckpointError: not a checkpoint of ours, of another format version, or damaged.
-    """
-    read_state(folder)
+    from the folder itself. Raises `CheckpointError` for a file that cannot be read."""
     return TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))

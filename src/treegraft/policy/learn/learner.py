@@ -20,6 +20,7 @@ from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import optimiser_file, optimiser_files, write_model
+from treegraft.policy.deal import deal
 from treegraft.policy.learn.imitation import imitation_packs
 from treegraft.policy.learn.lessons import lessons_loss, shared_out, weight_of
 from treegraft.policy.learn.metrics import MetricSums
@@ -40,7 +41,6 @@ from treegraft.policy.learn.plan import (
     Plan,
     by_step,
     combined,
-    deal,
     exchanged,
     gathered,
     plan_passes,

@@ -15,6 +15,7 @@ from torch import Tensor
 from treegraft.core.columns import Column
 from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
+from treegraft.policy.deal import deal
 from treegraft.policy.learn.pack import num_tree_tokens, plan_packs, split_tree
 
 
@@ -43,17 +44,6 @@ class Plan:
         own = [pack for pack, maker in zip(self.packs, self.ranks, strict=True) if maker == rank]
         most = max((self.ranks.count(maker) for maker in set(self.ranks)), default=0)
         return own + [()] * (most - len(own))
-
-
-def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Returns the rank of each pass: passes are dealt in order of cost, the most expensive first,
-    each to the rank with the least cost so far; ties by number."""
-    loads = [0.0] * num_ranks
-    owners = [0] * len(costs)
-    for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[n] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[n]] += costs[n]
-    return tuple(owners)
 
 
 def plan_passes(
