@@ -302,13 +302,3 @@ def test_compiled_on_a_cpu() -> None:
     places = tree_mask(tree, torch.zeros(384, dtype=torch.long), None).sum(dim=1) - 1
     mask = tree_mask(tree, places, None)
     torch.testing.assert_close(found, dense_attend(query, key, value, mask, shape.options))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(28, 4, 128), (12, 2, 128), (32, 8, 128), (9, 3, 64)])
-def test_compiled_on_a_gpu(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Heads of Qwen2.5 7B and 1.5B, of 8B models and of SmolLM2."""
-    proof = proven_flex(AttentionShape(*heads), dtype, torch.device("cuda"), PROOF_TOKENS)
-    assert not proof.problem

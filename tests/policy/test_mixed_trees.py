@@ -237,14 +237,6 @@ def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-@pytest.mark.parametrize("imitated", IMITATED, ids=["none", "log", "luffy"])
-@pytest.mark.parametrize("attribution", ["soft", "hard"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_law_1_by_setting(aggregation: str, attribution: str, imitated: dict[str, Any]) -> None:
-    rules = Rules(loss_settings(aggregation=aggregation, **imitated), attribution)
-    assert_exact([build_tree(RICH, seed=1), build_tree(SMALL, seed=2)], rules)
-
-
 def test_law_1_however_it_is_run(path_kind: str) -> None:
     for attribution, truncated in (("soft", True), ("hard", False)):
         rules = Rules(loss_settings(graft_coef=1.0, learn_from_truncated=truncated), attribution)

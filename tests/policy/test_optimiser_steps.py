@@ -20,7 +20,6 @@ from tests.support.slow_learner import (
 )
 
 from treegraft.core.types import Tree
-from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
@@ -56,23 +55,6 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
 
 
-@pytest.mark.parametrize("shares_card", [True, False])
-def test_a_card_that_is_shared_is_given_back_once_an_update(
-    shares_card: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
-    learner = Learner(
-        build_model("llama"),
-        LearnSettings(num_minibatches=2, num_epochs=2),
-        LossSettings(),
-        length_constant=7,
-        shares_card=shares_card,
-    )
-    learner.learn([example_trees(1)[0], example_trees(4)[3]])
-    assert len(given) == shares_card
-
-
 @pytest.mark.parametrize(
     ("engine", "shares"),
     [
@@ -86,34 +68,6 @@ def test_a_card_that_is_shared_is_given_back_once_an_update(
 )
 def test_who_shares_a_card(engine: dict, shares: bool) -> None:
     assert EngineSettings.model_validate(engine).shares_card is shares
-
-
-@pytest.mark.parametrize(
-    ("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)]
-)
-def test_the_first_step_needs_no_pass_before_it(
-    minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for each minibatch of each epoch, and one more for the old log-probabilities of every
-    minibatch but the first."""
-    calls = []
-    plain = scores.packed_hidden
-    monkeypatch.setattr(
-        scores,
-        "packed_hidden",
-        lambda *args, **options: calls.append(1) or plain(*args, **options),
-    )
-    learner, _ = make_learner(
-        build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs
-    )
-    trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
-    assert len(calls) == num_passes
-    assert all(
-        step.old_logprobs is not None
-        for tree in trees
-        for step in tree.steps
-        if any(step.loss_mask)
-    )
 
 
 def test_a_tiny_step_survives_in_bfloat16() -> None:

@@ -80,24 +80,6 @@ def test_scores_and_their_gradients_are_those_of_the_formulas(
         torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("chunk", "num_products"), [(8, 1), (7, 1), (6, 4), (3, 6)])
-def test_logits_that_fit_are_computed_once(chunk: int, num_products: int) -> None:
-    """A chunk each, and each again for the backward pass where not all fit at once."""
-    calls = []
-
-    def head(rows: torch.Tensor) -> torch.Tensor:
-        calls.append(len(rows))
-        return rows @ torch.ones(4, 9)
-
-    targets = torch.arange(7)
-    logprobs, _ = scores_module.chunked_scores(
-        head, torch.ones(7, 4, requires_grad=True), targets, torch.ones(7), chunk
-    )  # type: ignore[arg-type]
-    logprobs.sum().backward()
-    assert len(calls) == num_products
-    assert max(calls) <= chunk
-
-
 def test_the_attention_comes_back_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama")
     before = model.config._attn_implementation

@@ -56,9 +56,8 @@ class Hello:
 
     host: str
     pid: int
-    python_torch: str
-    code: str
-    """Checksum of the package's files."""
+    software: str
+    """Versions, and a checksum of the package's files."""
     config: str
     """Its resolved settings as JSON."""
     space: str
@@ -149,8 +148,7 @@ class Ranks:
         hello = Hello(
             socket.gethostname(),
             os.getpid(),
-            _versions(),
-            code_checksum(),
+            f"torch {torch.__version__}, treegraft {treegraft.__version__} ({code_checksum()})",
             config_json(config),
             _process_space(),
         )
@@ -342,24 +340,15 @@ def _process_space() -> str:
         return socket.gethostname()
 
 
-def _versions() -> str:
-    return f"torch {torch.__version__}, treegraft {treegraft.__version__}"
-
-
 def _difference(config: Config, hellos: Sequence[Hello]) -> str:
     """Why the ranks cannot work together, empty where they can."""
     first = hellos[0]
     for rank, hello in enumerate(hellos[1:], start=1):
         where = f"rank {rank} on {hello.host}"
-        if hello.python_torch != first.python_torch:
+        if hello.software != first.software:
             return (
-                f"{where}: got {hello.python_torch}, expected that of rank 0, {first.python_torch}."
+                f"{where}: got {hello.software}, expected that of rank 0, {first.software}."
                 " Install the same on every host."
-            )
-        if hello.code != first.code:
-            return (
-                f"{where}: its treegraft package differs from that of rank 0 (checksum"
-                f" {hello.code}, expected {first.code}). Install the same on every host."
             )
         if hello.config != first.config:
             other = differences(config, Config.model_validate_json(hello.config))
