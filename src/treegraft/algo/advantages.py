@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -102,10 +101,14 @@ def assign_credit(
     if outcomes is None:
         is_apart = restarts == "apart"
         outcomes = outcome_advantages(members, advantage, eps, is_apart=is_apart)
-    helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
+    helped = []
+    branchings = []
+    for path in members:
+        helped.append(path_retrieval_reward(path, retrieval_reward))
+        branchings.append(_branching(tree, path.leaf))
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     shared = attributed(tree, members, advantages, attribution)
-    weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
+    weights = leaf_weights(branchings, kind=leaf_weight)
     # Every field is set anew, so that crediting a tree twice gives the same as once.
     credited = {leaf.step_id: _without_credit(leaf) for leaf in tree.leaves}
     columns = zip(members, advantages, outcomes, helped, weights, strict=True)
@@ -120,10 +123,10 @@ def assign_credit(
             weight=float(weight),
             has_loss=is_taught and path.status.rule.has_loss,
         )
-    steps = [
-        step if step.advantage == value else replace(step, advantage=value)
-        for step, value in zip(tree.steps, shared, strict=True)
-    ]
+    steps = list(tree.steps)
+    for index, value in enumerate(shared):
+        if steps[index].advantage != value:
+            steps[index] = replace(steps[index], advantage=value)
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
     finish = advantage.finish if isinstance(advantage, OutcomeKind) else None
     return found if finish is None else cast(Tree, loaded(finish)(found))
@@ -164,8 +167,14 @@ def group_members(tree: Tree) -> list[Trajectory]:
     Raises:
         ValueError: one of them has no reward.
     """
-    members = [path for path in tree.trajectories() if path.status.rule.in_group]
-    if unscored := [path.leaf.step_id for path in members if path.reward is None]:
+    members = []
+    unscored = []
+    for path in tree.trajectories():
+        if path.status.rule.in_group:
+            members.append(path)
+            if path.reward is None:
+                unscored.append(path.leaf.step_id)
+    if unscored:
         raise ValueError(
             f"tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first"
         )
@@ -256,29 +265,28 @@ def _step_advantages(
         for step in path.steps:
             below[step.id].append(index)
     means = shared_advantages(advantages, list(below.values()))
-    added = {
-        name: fmean(more[index, name] for index in owners)
-        if more and (owners[0], name) in more
-        else 0.0
-        for name, owners in below.items()
-        if owners
-    }
-    return [
-        float(mean) + added[step.id] if below[step.id] and step.num_sampled else None
-        for step, mean in zip(tree.steps, means, strict=True)
-    ]
+    found: list[float | None] = []
+    for step, mean in zip(tree.steps, means, strict=True):
+        owners = below[step.id]
+        if not owners or not step.num_sampled:
+            found.append(None)
+        elif more and (owners[0], step.id) in more:
+            found.append(float(mean) + fmean(more[index, step.id] for index in owners))
+        else:
+            found.append(float(mean))
+    return found
 
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
     """Product over the steps above the leaf of the policy's children of that step."""
     # Without the root, stored steps and retries: how many rollouts begin there is our choice, not
     # the policy's.
-    num_children = Counter(
-        step.parent
-        for step in tree.steps
-        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause)
-    )
-    above = [
-        step for step in tree.path(leaf.step_id)[1:-1] if not isinstance(step.cause, StoredCause)
-    ]
-    return math.prod(float(max(1, num_children[step.id])) for step in above)
+    num_children: Counter[str | None] = Counter()
+    for step in tree.steps:
+        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause):
+            num_children[step.parent] += 1
+    product = 1.0
+    for step in tree.path(leaf.step_id)[1:-1]:
+        if not isinstance(step.cause, StoredCause):
+            product *= max(1, num_children[step.id])
+    return product

@@ -153,13 +153,11 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
 def inexact_neighbours(tree: Tree) -> set[str]:
     """Returns the ids of the steps around grafts whose entropies are of an engine's top-k tokens
     alone, which the retrieval reward (arXiv 2603.03078, eq. 5) cannot use."""
-    return {
-        step.id
-        for path in tree.trajectories()
-        for pair in graft_neighbours(path.steps)
-        for step in pair
-        if step.entropy_kind is not EntropyKind.EXACT
-    }
+    found = set()
+    for path in tree.trajectories():
+        for pair in graft_neighbours(path.steps):
+            found.update(step.id for step in pair if step.entropy_kind is not EntropyKind.EXACT)
+    return found
 
 
 def inexact_steps(tree: Tree) -> set[str]:
@@ -183,10 +181,10 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     distribution. They are those recorded by the engine, in bfloat16 too; the learner's only where
     the engine knew no more than its top k tokens.
     """
-    entropies = [
-        [fmean(step.sampled_entropies) for step in pair] for pair in graft_neighbours(path.steps)
-    ]
-    rewards = [retrieval_reward(before, after, variant=variant) for before, after in entropies]
+    rewards = []
+    for pair in graft_neighbours(path.steps):
+        before, after = (fmean(step.sampled_entropies) for step in pair)
+        rewards.append(retrieval_reward(before, after, variant=variant))
     return fmean(rewards) if rewards else 0.0
 
 
@@ -197,7 +195,10 @@ def path_retrieved_frac(path: Trajectory) -> float:
     Source: RAPO, arXiv 2603.03078, eq. 8.
     """
     # Stored steps that the rollout began below are history, as the prompt is.
-    after = [step for step in path.steps[1:] if not isinstance(step.cause, StoredCause)]
-    num_tokens = sum(step.num_tokens for step in after)
-    num_retrieved = sum(step.num_by(Origin.RETRIEVED) for step in after)
+    num_tokens = 0
+    num_retrieved = 0
+    for step in path.steps[1:]:
+        if not isinstance(step.cause, StoredCause):
+            num_tokens += step.num_tokens
+            num_retrieved += step.num_by(Origin.RETRIEVED)
     return num_retrieved / num_tokens if num_tokens else 0.0

@@ -53,11 +53,10 @@ class TreeRuns:
         """Args:
         nodes: (first token, end, end of the subtree) each, in their order.
         """
-        runs = [
-            (at, min(RUN, end - at), subtree_end)
-            for start, end, subtree_end in nodes
-            for at in range(start, end, RUN)
-        ]
+        runs = []
+        for start, end, subtree_end in nodes:
+            for at in range(start, end, RUN):
+                runs.append((at, min(RUN, end - at), subtree_end))
         self.num_tokens = num_tokens
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
         owners = deal([count * (end - start) for start, count, end in runs], self.num_shares)

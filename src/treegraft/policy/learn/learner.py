@@ -163,23 +163,25 @@ class Learner:
             everywhere: where any step is scored, so are all of all trees: a comparison of tokens by
                 entropy, as in `algo.aepo`, needs them of one kind.
         """
-        wanted = [inexact_neighbours(tree) for tree in trees]
+        wanted = list(map(inexact_neighbours, trees))
         if everywhere and any(wanted):
-            wanted = [inexact_steps(tree) for tree in trees]
+            wanted = list(map(inexact_steps, trees))
         indices = [n for n, names in enumerate(wanted) if names]
-        exact = (
-            (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
-            for n, step, values in self._scored_steps(trees, indices, entropies=True)
-            if step.id in wanted[n]
-        )
+        exact = []
+        for n, step, values in self._scored_steps(trees, indices, entropies=True):
+            # A tree is scored whole; the engine's own exact entropies stay.
+            if step.id in wanted[n]:
+                column = spread(step, values, 0.0)
+                exact.append((n, replace(step, entropies=column, entropy_kind=EntropyKind.EXACT)))
         return exchanged(trees, exact)
 
     @torch.no_grad()
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
-        found = self._scored_steps(trees, range(len(trees)), entropies=False)
-        steps = ((n, replace(one, old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
+        steps = []
+        for n, step, values in self._scored_steps(trees, range(len(trees)), entropies=False):
+            steps.append((n, replace(step, old_logprobs=spread(step, values, 0.0))))
         return exchanged(trees, steps)
 
     def _scored_steps(
@@ -187,10 +189,12 @@ class Learner:
     ) -> Iterator[tuple[int, Step, list[float]]]:
         """The policy's steps of some trees with their index, and what all ranks found for them."""
         plan = self._plan(trees, indices)
-        columns = [
-            self.scores(batch)[int(entropies)][: batch.sampled.numel() if pack else 0]
-            for pack, batch in self._batches(plan)
-        ]
+        columns = []
+        for pack, batch in self._batches(plan):
+            found = self.scores(batch)[int(entropies)]
+            # A blank batch is scored with the other ranks, and counts for nothing.
+            if pack:
+                columns.append(found)
         # By step, not by tree: a tree that is split comes in several packs.
         return by_step(plan, gathered(self._team, plan, columns))
 
@@ -235,9 +239,11 @@ class Learner:
     ) -> float:
         """Adds the gradient of trees that are no rollouts, each packed whole, and returns the loss
         of this process's passes."""
-        packs = imitation_packs(trees, self.settings.max_pack_tokens)
-        whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
-        sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
+        whole = []
+        sizes = []
+        for pack in imitation_packs(trees, self.settings.max_pack_tokens):
+            whole.append(tuple(Part(0, tree) for tree in pack))
+            sizes.append(sum(map(num_tree_tokens, pack)))
         total = 0.0
         for _, batch in self._batches(Plan(tuple(whole), deal(sizes, self._team.size))):
             loss = loss_of(batch, self.scores(batch)[0])
@@ -272,26 +278,17 @@ class Learner:
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
         takes_imitated = self._loss.graft_coef > 0
-        is_learned = [*map(self._is_learned, trees)]
-        shown = [*map(without_branches, trees)]
-        learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
-        plans = {
-            part: self._plan(shown, own, takes_imitated=takes_imitated)
-            for part, own in learned.items()
-        }
-        # Every other minibatch is scored before the first optimiser step, by the weights that its
-        # ratios are against. The first step's own pass is still by those, so it needs none.
-        scores_old = self._loss.old_logprobs == "learner"
-        packs = {
-            part: self._scored_packs(
-                [
-                    _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
-                    for pack, batch in self._batches(plan, takes_imitated=takes_imitated)
-                ],
-                scores_old and part != passes[0],
-            )
-            for part, plan in plans.items()
-        }
+        is_learned = list(map(self._is_learned, trees))
+        shown = list(map(without_branches, trees))
+        learned = {}
+        plans = {}
+        packs = {}
+        for part in dict.fromkeys(passes):
+            learned[part] = [n for n in part if is_learned[n]]
+            plans[part] = self._plan(shown, learned[part], takes_imitated=takes_imitated)
+            # Every other minibatch is scored before the first optimiser step, by the weights that
+            # its ratios are against. The first step's own pass is still by those, so it needs none.
+            packs[part] = self._scored_packs(plans[part], needs_old=part != passes[0])
         sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
@@ -301,7 +298,9 @@ class Learner:
         # The schedule counts those that had no tree too, as its plan does.
         self.optimiser.num_steps += self.settings.num_epochs * len(minibatches) - len(passes)
         for own in packs.values():
-            sums.add_sizes([pack.batch for pack in own if pack.parts])
+            for pack in own:
+                if pack.parts:
+                    sums.add_sizes(pack.batch)
         sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
         num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
@@ -309,25 +308,28 @@ class Learner:
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
-            self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
+            self._write_back(plan, packs[part], written)
         if self._shares_card:
             torch.cuda.empty_cache()
-        return [
-            self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
-            for n, tree in enumerate(trees)
-        ], metrics
+        recorded = list(trees)
+        for n, tree in enumerate(trees):
+            if is_learned[n]:
+                recorded[n] = self._recorded(tree, written.get(n, {}))
+        return recorded, metrics
 
     def _write_back(
         self, plan: Plan, packs: Sequence[_Pack], written: dict[int, dict[str, Step]]
     ) -> None:
         """Fills old log-probabilities and the last epoch's ratios into the steps of a plan."""
-        olds, news = (
-            gathered(self._team, plan, [column for column in columns if column is not None])
-            for columns in (
-                [pack.old_logprobs for pack in packs],
-                [pack.new_logprobs for pack in packs],
-            )
-        )
+        own_olds = []
+        own_news = []
+        for pack in packs:
+            if pack.parts:
+                assert pack.old_logprobs is not None and pack.new_logprobs is not None
+                own_olds.append(pack.old_logprobs)
+                own_news.append(pack.new_logprobs)
+        olds = gathered(self._team, plan, own_olds)
+        news = gathered(self._team, plan, own_news)
         ratios = [torch.exp(new - old) for old, new in zip(olds, news, strict=True)]
         for (n, step, old), (_, _, ratio) in zip(
             by_step(plan, olds), by_step(plan, ratios), strict=True
@@ -347,27 +349,31 @@ class Learner:
         return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
-        has_signal = any(
-            step.advantage_below(path.leaf) != 0.0
-            for path in tree.trajectories()
-            if path.leaf.has_loss
-            for step in path.steps
-            if step.loss_mask.any()
-        )
-        if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
+        for path in tree.trajectories():
+            for step in path.steps if path.leaf.has_loss else ():
+                if step.loss_mask.any() and step.advantage_below(path.leaf) != 0.0:
+                    return True
+        if self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0:
             return True
         # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
         has_more = bool(self.reference or self._loss.entropy_coef)
         return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
-    def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
-        if needs_old:
-            packs = [replace(pack, old_logprobs=self.scores(pack.batch)[0]) for pack in packs]
-        if self.reference is not None:
-            with self.reference.in_place():
-                packs = [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
-        return list(packs)
+    def _scored_packs(self, plan: Plan, *, needs_old: bool) -> list[_Pack]:
+        packs = []
+        for parts, batch in self._batches(plan, takes_imitated=self._loss.graft_coef > 0):
+            old = None
+            if self._loss.old_logprobs != "learner":
+                old = batch.sampling_logprobs
+            elif needs_old:
+                old = self.scores(batch)[0]
+            packs.append(_Pack(parts, batch, old))
+        if self.reference is None:
+            return packs
+        # Once for all packs: putting the reference in place copies every weight.
+        with self.reference.in_place():
+            return [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
 
     def _optimiser_step(
         self, packs: Sequence[_Pack], denominators: Denominators, sums: MetricSums
@@ -408,14 +414,14 @@ class Learner:
         groups = 0
         tokens = 0.0
         for tree in trees:
-            groups += any(leaf.status.rule.in_denominator for leaf in tree.leaves)
-            # A truncated path counts also where it carries no loss: without it, answers cut short
+            own = 0.0
+            # A truncated path counts also if it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
-            tokens += sum(
-                path.leaf.weight * path.num_loss_tokens
-                for path in tree.trajectories()
-                if path.status.rule.in_denominator
-            )
+            counted = [path for path in tree.trajectories() if path.status.rule.in_denominator]
+            for path in counted:
+                own += path.leaf.weight * path.num_loss_tokens
+            groups += bool(counted)
+            tokens += own
         return Denominators(groups, tokens, self._length_constant)
 
     def _pack_loss(

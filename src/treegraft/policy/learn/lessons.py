@@ -100,12 +100,12 @@ class LessonBook:
         drawn = {pool[keyed_int(self._seed, "lesson", number, n) % len(pool)] for n in draws}
         mean = total / count if count else 0.0
         # In the pool's order: a set has none that is the same in every process.
-        names = [*dict.fromkeys(own), *(name for name in pool if name in drawn)]
-        weights = [self._weight(name, mean, means.get(name)) for name in names]
-        lessons = [
-            _weighted(self._stored[name].tree, weight)
-            for name, weight in zip(names, weights, strict=True)
-        ]
+        names = [*dict.fromkeys(own), *filter(drawn.__contains__, pool)]
+        weights = []
+        lessons = []
+        for name in names:
+            weights.append(self._weight(name, mean, means.get(name)))
+            lessons.append(_weighted(self._stored[name].tree, weights[-1]))
         return Given(
             lessons,
             (total, count),
@@ -124,11 +124,11 @@ class LessonBook:
 
 def _own_means(trees: Sequence[Tree]) -> dict[str, float]:
     """The mean reward of each task's leaves; none for a task whose leaves all failed."""
-    rewards = {
-        tree.task.id: [leaf.reward for leaf in tree.leaves if leaf.reward is not None]
-        for tree in trees
-    }
-    return {name: fmean(own) for name, own in rewards.items() if own}
+    means = {}
+    for tree in trees:
+        if own := [leaf.reward for leaf in tree.leaves if leaf.reward is not None]:
+            means[tree.task.id] = fmean(own)
+    return means
 
 
 def _weighted(tree: Tree, weight: float) -> Tree:
@@ -145,9 +145,12 @@ def shared_out(
     lessons: Sequence[Tree], minibatches: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], list[Tree]]:
     """Returns the lessons of each mini-batch with trees, as evenly as it goes."""
-    parts = [part for part in minibatches if part]
+    parts = list(filter(None, minibatches))
     shares = split_evenly(len(lessons), max(1, len(parts)))
-    return {part: [lessons[n] for n in own] for part, own in zip(parts, shares, strict=False)}
+    found = {}
+    for part, own in zip(parts, shares, strict=False):
+        found[part] = [lessons[n] for n in own]
+    return found
 
 
 def lessons_loss(batch: TreeBatch, logprobs: Tensor, coef: float, num_lessons: int) -> Tensor:

@@ -61,17 +61,13 @@ class MetricSums:
         self.grad_norms = [*self.grad_norms, grad_norm]
         self.lrs = [*self.lrs, lr]
 
-    def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
-        """Adds the tokens and contributions of packs, each counted once whatever the number of
-        epochs."""
-        imitated = [batch.imitated for batch in batches if batch.imitated is not None]
-        for key, count in (
-            ("unique", sum(batch.num_tokens for batch in batches)),
-            ("imitated", sum(one.packed.numel() for one in imitated)),
-            ("path", sum(batch.num_path_tokens for batch in batches)),
-            ("contributions", sum(int(batch.carries_loss.sum()) for batch in batches)),
-        ):
-            self._sizes[key] += count
+    def add_sizes(self, batch: TreeBatch) -> None:
+        """Adds the tokens and contributions of a pack, once whatever the number of epochs."""
+        self._sizes["unique"] += batch.num_tokens
+        self._sizes["path"] += batch.num_path_tokens
+        self._sizes["contributions"] += int(batch.carries_loss.sum())
+        if batch.imitated is not None:
+            self._sizes["imitated"] += batch.imitated.packed.numel()
 
     def state(self) -> dict[str, Any]:
         """Returns all of it as JSON can hold it."""

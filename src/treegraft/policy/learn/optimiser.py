@@ -60,8 +60,12 @@ class MasterAdamW:
         """
         self._settings = settings
         self._num_planned = num_planned
-        self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._names = []
+        self._weights = []
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self._names.append(name)
+                self._weights.append(weight)
         is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
         self._masters = self._weights
         if not is_float32:
@@ -70,14 +74,14 @@ class MasterAdamW:
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.register_post_accumulate_grad_hook(partial(_move, master))
         # As transformers' Trainer does; norms and biases are the weights with one dimension.
-        matrices = [master for master in self._masters if master.ndim > 1]
-        vectors = [master for master in self._masters if master.ndim <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": settings.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for master in self._masters:
+            groups[master.ndim <= 1]["params"].append(master)
         self._adam = torch.optim.AdamW(
-            [
-                {"params": group, "weight_decay": rate}
-                for group, rate in ((matrices, settings.weight_decay), (vectors, 0.0))
-                if group
-            ],
+            [group for group in groups if group["params"]],
             lr=settings.lr,
             betas=settings.betas,
             fused=True,
@@ -163,8 +167,10 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Returns master weights, moments and counters by name; tensors are the live ones."""
-        counts = {"num_steps": self.num_steps, "num_skipped": self._num_skipped}
-        state = {name: torch.tensor(count) for name, count in counts.items()}
+        state = {
+            "num_steps": torch.tensor(self.num_steps),
+            "num_skipped": torch.tensor(self._num_skipped),
+        }
         for name, master in zip(self._names, self._masters, strict=True):
             state[f"master.{name}"] = master.detach()
             for key, value in self._adam.state.get(master, {}).items():

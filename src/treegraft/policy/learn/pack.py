@@ -193,6 +193,8 @@ class _Packer:
             steps = tuple(sorted([*steps, *imitated.values()], key=lambda step: step.ordinals))
         start = self.num_tokens
         end = self.num_tokens
+        lengths: list[int] = []
+        firsts: list[int] = []
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -204,19 +206,19 @@ class _Packer:
             # By the path, not by the packed place: a branch is rotated as it would be alone.
             above = 0 if parent is None else positions[parent]
             positions[step.id] = above + length
+            lengths.append(length)
+            firsts.append(above)
             # The first token of every child is predicted by the last one above it, wherever that is
             # packed; a step of ours that failed has no tokens and is passed over.
             before = -1 if parent is None else last[parent]
             sources.append(before)
             last[step.id] = end + length - 1 if length else before
             end += length
-        lengths = np.array([step.num_tokens for step in steps])
-        firsts = [positions[step.id] - step.num_tokens for step in steps]
-        places = np.array([offsets[step.id] for step in steps])
+        places = np.array(list(offsets.values()))
         index = np.arange(start, end)
         self.columns["token_ids"].append(_joined(step.token_ids for step in steps))
         self.columns["position_ids"].append(index + np.repeat(firsts - places, lengths))
-        unique = self._add_scored(steps, lengths, places, np.array(sources), index)
+        unique = self._add_scored(steps, np.array(lengths), places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
         self.trees.append(PackedTree(start, end, nodes))
         self._contribute(tree, imitated, unique)
@@ -325,24 +327,29 @@ def imitated_steps(tree: Tree) -> dict[str, Step]:
     The ordinals of these steps are negative, so that they stand before their siblings and are never
     taken.
     """
-    worth = {step.id for path in tree.trajectories() for step in path.steps if imitates(path, step)}
-    return {
-        step.id: Step(
-            # A step of its own beside the graft, not part of it: on the path below, the next step
-            # follows the graft's text, never the imitated one.
-            id=f"{step.parent}.{-1 - step.ordinals[-1]}",
-            parent=step.parent,
-            depth=step.depth,
-            token_ids=np.array(step.lesson_ids),
-            origins=np.full(count := len(step.lesson_ids), Origin.FORCED),
-            loss_mask=np.full(count, False),
-            sampling_logprobs=np.zeros(count),
-            entropies=np.zeros(count),
-            temperature=step.temperature,
-        )
-        for step in tree.steps
-        if step.id in worth
-    }
+    found: dict[str, Step] = {}
+    for path in tree.trajectories():
+        for step in path.steps:
+            if imitates(path, step) and step.id not in found:
+                found[step.id] = _imitated_step(step)
+    return found
+
+
+def _imitated_step(step: Step) -> Step:
+    count = len(step.lesson_ids)
+    return Step(
+        # A step of its own at the graft's side, not part of it: on the path below, the next step
+        # follows the graft's text, never the imitated one.
+        id=f"{step.parent}.{-1 - step.ordinals[-1]}",
+        parent=step.parent,
+        depth=step.depth,
+        token_ids=np.array(step.lesson_ids),
+        origins=np.full(count, Origin.FORCED),
+        loss_mask=np.full(count, False),
+        sampling_logprobs=np.zeros(count),
+        entropies=np.zeros(count),
+        temperature=step.temperature,
+    )
 
 
 def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
@@ -449,10 +456,9 @@ def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> l
     # Never a path in two: each part has to hold every token that its own ones are conditioned on.
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
-    costs = {
-        step.id: step.num_tokens + (len(step.lesson_ids) if with_imitated else 0)
-        for step in tree.steps
-    }
+    costs = {}
+    for step in tree.steps:
+        costs[step.id] = step.num_tokens + (len(step.lesson_ids) if with_imitated else 0)
     # The loss is a sum over contributions, whose weights and denominators do not depend on packs:
     # any division of the leaves is exact. Neighbours share most of their path, so they stay
     # together.

@@ -56,15 +56,18 @@ def plan_passes(
 ) -> Plan:
     """Returns the passes of the chosen trees, each of at most `limit` tokens; trees that are too
     large are split."""
-    parts = [
-        Part(n, part)
-        for n in indices
-        for part in split_tree(trees[n], limit, with_imitated=takes_imitated)
-    ]
-    sizes = [num_tree_tokens(part.tree, with_imitated=takes_imitated) for part in parts]
-    groups = plan_packs(sizes, limit)
-    packs = tuple(tuple(parts[n] for n in group) for group in groups)
-    return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_ranks))
+    parts = []
+    sizes = []
+    for n in indices:
+        for part in split_tree(trees[n], limit, with_imitated=takes_imitated):
+            parts.append(Part(n, part))
+            sizes.append(num_tree_tokens(part, with_imitated=takes_imitated))
+    packs = []
+    costs = []
+    for group in plan_packs(sizes, limit):
+        packs.append(tuple(parts[n] for n in group))
+        costs.append(sum(sizes[n] for n in group))
+    return Plan(tuple(packs), deal(costs, num_ranks))
 
 
 def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:

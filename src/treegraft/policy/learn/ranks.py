@@ -262,12 +262,14 @@ class Ranks:
 
     def check(self) -> None:
         """Raises RankError where a rank has ended."""
-        ended = [peer for peer in self._peers if peer.has_ended]
-        if ended:
-            said = "; ".join(f"{peer.name} has ended: {peer.last_words}" for peer in ended)
+        said = []
+        for peer in self._peers:
+            if peer.has_ended:
+                said.append(f"{peer.name} has ended: {peer.last_words}")
+        if said:
             raise RankError(
-                f"{said}. Its part of the weights is lost. Go on from the last checkpoint with"
-                " --resume, also with another number of ranks.",
+                f"{'; '.join(said)}. Its part of the weights is lost. Go on from the last"
+                " checkpoint with --resume, also with another number of ranks.",
                 code="rank-lost",
             )
 

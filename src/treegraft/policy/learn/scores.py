@@ -210,12 +210,8 @@ def packing_problem(model: nn.Module) -> str | None:
     columns |= {"token_ids": ids, "position_ids": positions}
     batch = TreeBatch(**columns, trees=(tree,), paths=())
     plan = PackedPlan(batch)
-    plain = torch.stack(
-        [
-            decoder(model)(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
-            for path in paths
-        ]
-    )
+    one, two = (decoder(model)(input_ids=ids[path][None], use_cache=False) for path in paths)
+    plain = torch.cat([one.last_hidden_state, two.last_hidden_state])
     try:
         with tree_attention(model):
             packed = _states(model, plan)

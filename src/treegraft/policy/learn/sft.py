@@ -66,7 +66,7 @@ class Demonstrations:
         if stored is not None:
             # Spread over the whole file: a misfit often stands in its later part.
             spread = stored[:: max(1, len(stored) // NUM_CHECKED)]
-            unfit = [one for one in map(self._misfit, spread) if one]
+            unfit = list(filter(None, map(self._misfit, spread)))
             if unfit:
                 reason = few_unfit(settings.traces, unfit, len(spread), "cannot be written")
                 self.left_out = f"{len(unfit)} of {len(spread)} {reason}"
