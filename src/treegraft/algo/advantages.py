@@ -56,6 +56,7 @@ def leaf_weights(
     """
     products = np.asarray(branchings, dtype=np.float64)
     shares = 1.0 / products if kind == "inverse_branching" else np.ones_like(products)
+    # 0 for a group whose leaves have all failed.
     total = shares.sum()
     return shares / total if total else shares
 
@@ -224,6 +225,7 @@ def outcome_advantages(
     Raises:
         ValueError: a name that is unknown, or compares a whole batch.
     """
+    # Rollouts from another place had another task before them.
     groups = by_place([path.start_id for path in members])
     if len(groups) > 1 and is_apart:
         found = np.zeros(len(members))

@@ -70,6 +70,7 @@ def shared_advantages(
     values = np.asarray(advantages, dtype=np.float64)
     means = np.zeros(len(descendants), dtype=np.float64)
     for step, below in enumerate(descendants):
+        # A mean over no leaf would be NaN.
         if len(below):
             means[step] = values[list(below)].mean()
     return means

@@ -92,6 +92,7 @@ def whitened(
     total = counts.sum()
     if total < 2 or (every[counts > 0] == every[counts > 0][0]).all():
         return [np.zeros_like(group) for group in values]
+    # Over tokens, as in the paper: a long trajectory counts more than a short one.
     mean = (counts * every).sum() / total
     variance = (counts * (every - mean) ** 2).sum() / (total - 1)
     return [(group - mean) / math.sqrt(variance + eps) for group in values]

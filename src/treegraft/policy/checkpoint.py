@@ -106,6 +106,7 @@ def write_model(folder: Path, model: Any, weights: Iterable[tuple[str, Tensor]])
     inner = base_model(model)
     # Without the second name of tied weights, which safetensors would store twice.
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
+    # Cloned, since safetensors refuses tensors that share memory.
     own = {name: x.detach().cpu().clone() for name, x in weights if name not in tied}
     inner.save_pretrained(folder, state_dict=own)
 

@@ -191,6 +191,7 @@ def published_shape(path: str) -> dict[str, Any]:
             f"model.path: got '{path}', expected one of {', '.join(known)}.{nearest(path, known)}",
             code="unknown-shape",
         )
+    # A copy, to which callers add fields of their own.
     return dict(table[name])
 
 

@@ -89,6 +89,7 @@ class TensorFiles:
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Returns `count` rows of a tensor; a KeyError where no file has them all."""
         found = []
+        # By their rows: files are in the order of their names.
         for start, file in sorted(self._parts[name], key=lambda one: one[0]):
             part = file.get_slice(name)
             low = max(first - start, 0)

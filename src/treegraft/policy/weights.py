@@ -116,6 +116,7 @@ def named_weights(
             if gather is None:
                 delta = module.get_delta_weight("default")
             else:
+                # Products of parts are no part of the product.
                 value = gather(tensor)
                 b, a = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
                 delta = _product(b, a, module)

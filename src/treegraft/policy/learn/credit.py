@@ -101,10 +101,12 @@ def credit_trees(trees: Sequence[Tree], config: Config, found: Credit | None = N
             trees, has_baseline=kind == "reinforce++-baseline", restarts=config.credit.restarts
         )
     credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
+    # After the built-in credit, whose advantages they change.
     for refine, weight in found.refinements:
         credited = refine(credited, weight=weight)
     if found.rule is None:
         return credited
+    # Last, so that the user's rule has the final word.
     return [_ruled(tree, found.rule, credit.rule) for tree in credited]
 
 

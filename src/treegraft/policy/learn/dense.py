@@ -131,6 +131,7 @@ def distance_from_dense(
 
     def drawn(heads: int) -> Tensor:
         return (
+            # Drawn on the CPU, since each device would draw other numbers.
             torch.randn(heads, tree.end, shape.width, generator=generator, dtype=torch.float32)
             .to(device, dtype)
             .requires_grad_()

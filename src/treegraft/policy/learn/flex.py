@@ -100,6 +100,7 @@ def tree_block_mask(
         seen = is_visible(0, 0, rows[:, None], columns)
         counts.append(seen.view(BLOCK, -1, BLOCK).sum(dim=(0, 2)))
     table = torch.stack(counts)
+    # Full blocks run without the mask's function, which costs time in each score.
     is_full = table == BLOCK * BLOCK
     return BlockMask.from_kv_blocks(
         *_ordered((table > 0) & ~is_full),

@@ -330,6 +330,7 @@ class Learner:
                 own_news.append(pack.new_logprobs)
         olds = gathered(self._team, plan, own_olds)
         news = gathered(self._team, plan, own_news)
+        # In float32, as the loss forms them.
         ratios = [torch.exp(new - old) for old, new in zip(olds, news, strict=True)]
         for (n, step, old), (_, _, ratio) in zip(
             by_step(plan, olds), by_step(plan, ratios), strict=True

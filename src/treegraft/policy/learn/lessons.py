@@ -119,6 +119,7 @@ class LessonBook:
 
     def _weight(self, name: str, value: float, own: float | None) -> float:
         reward = self._stored[name].reward
+        # Clipped: rewards above 1 must not outweigh the rollouts.
         return 0.0 if own is not None and reward < own else min(1.0, max(0.0, reward - value))
 
 

@@ -107,6 +107,7 @@ class MetricSums:
             "learn/loss": self.loss / steps,
             "learn/ratio_max": self.ratio_max,
             "learn/grad_norm": math.fsum(self.grad_norms) / steps,
+            # Of the last step: a schedule moves within an update.
             "learn/lr": self.lrs[-1] if self.lrs else 0.0,
             "learn/num_optimiser_steps": float(num_steps - num_skipped),
             "learn/num_skipped_steps": float(num_skipped),

@@ -125,6 +125,7 @@ class MasterAdamW:
             return norm
         self._num_skipped = 0
         decay_of_matrices = self._settings.weight_decay if weight_decay is None else weight_decay
+        # A warm-up has a rate and a decay of its own, in the same optimiser.
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["params"][0].ndim > 1:

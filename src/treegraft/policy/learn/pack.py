@@ -142,6 +142,7 @@ class TreeBatch:
 
 def columns_of(kind: type[TreeBatch | Imitated]) -> dict[str, list[Any]]:
     """Returns an empty list for each tensor of the class."""
+    # Annotations are texts here.
     return {field.name: [] for field in fields(kind) if field.type == "Tensor"}
 
 
@@ -400,6 +401,7 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
     values = {
         "token_ids": [0, 0],
         "position_ids": [0, 1],
+        # The second token, since the first has none before it to predict it.
         "sampled": [1],
         "sources": [0],
         "temperatures": [1.0],
@@ -414,6 +416,7 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
 def newest_of_several(trees: Sequence[Tree]) -> int | None:
     """Returns the newest policy version that sampled any of the trees, None where one version
     sampled all."""
+    # A prompt and a step without tokens have no version of their own.
     versions = {step.policy_version for tree in trees for step in tree.steps if step.num_sampled}
     return max(versions) if len(versions) > 1 else None
 

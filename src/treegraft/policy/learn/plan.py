@@ -43,6 +43,7 @@ class Plan:
         """Returns the packs of a rank, and an empty one for each pass that only others make."""
         own = [pack for pack, maker in zip(self.packs, self.ranks, strict=True) if maker == rank]
         most = max((self.ranks.count(maker) for maker in set(self.ranks)), default=0)
+        # Every rank makes as many passes: weights that are divided are gathered for each.
         return own + [()] * (most - len(own))
 
 
@@ -76,6 +77,7 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
     Args:
         own: those of the packs that this process has made, in their order.
     """
+    # A rank without a pass has nothing to join.
     none = torch.zeros(0, dtype=torch.float32)
     flat = torch.cat([values.detach().float().cpu() for values in (*own, none)])
     columns = team.gather(flat)
@@ -126,6 +128,7 @@ def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any
     """Returns `combine` of each rank's value, which JSON can hold."""
     if team.size == 1:
         return combine([value])
+    # JSON, since nothing that another process sends may run code.
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return combine([json.loads(bytes(one.tolist())) for one in team.gather(text)])
 

@@ -153,6 +153,7 @@ class Ranks:
             _process_space(),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
+        # All of them on each rank, so that each can name the one that ends.
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
         if self.rank == 0:
             problem = _difference(config, hellos)
@@ -319,6 +320,7 @@ class Ranks:
         most = max(int(count) for count in counts)
         if not most:
             return [own] * self.size
+        # all_gather takes tensors of one size alone.
         padded = torch.zeros(most, dtype=own.dtype)
         padded[: own.numel()] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]

@@ -18,6 +18,7 @@ class Reference:
     """A frozen copy of the weights that a model learns; with adapters, of these alone."""
 
     def __init__(self, model: Any) -> None:
+        # Frozen weights under adapters are the same in policy and reference.
         self._weights = {
             name: weight for name, weight in model.named_parameters() if weight.requires_grad
         }

@@ -102,6 +102,7 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
 
 def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
     leaf = path.leaf
+    # Other trainers have the prompt in a column of its own.
     steps = path.steps[1:]
     start = len(path.prompt_ids)
     return LeafRow(

@@ -124,6 +124,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Probabilities are formed again from the logits and one number a row.
         logits, targets, temperatures, entropies, lse = ctx.saved_tensors
         none = torch.zeros_like(lse)
         upstream = [none if grad is None else grad for grad in grads]

@@ -123,6 +123,7 @@ def meta_model(shape: str, config: Config) -> Any:
 
     data = json.loads(shape)
     if config.model.trust_remote_code:
+        # A class of the model's own folder, which AutoConfig.for_model does not know.
         model, _ = load_model(config.model, has_weights=False)
         model.float()
     else:
@@ -199,6 +200,7 @@ class ShardedLearner(Learner):
             team=ranks,
             shares_card=config.engine.shares_card,
         )
+        # Its memory is free now that each rank has its rows.
         self._source = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:

@@ -119,6 +119,7 @@ def _started(config: Config, size: int, command: str) -> Iterator[Ranks]:
                 try:
                     process.wait(grace_s)
                 except subprocess.TimeoutExpired:
+                    # It waits in a collective that nobody will join any more.
                     process.kill()
                     process.wait()
 

@@ -75,6 +75,7 @@ class PackedPlan:
         # From the nodes: the tensor's maximum would make the host wait for the device.
         self._longest = max(map(num_tokens_of, self._paths), default=0)
         self._own_flex = flex
+        # By window: in some models layers with one and without one take turns.
         self._views: dict[int | None, list[_View]] = {}
         self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
