@@ -59,12 +59,11 @@ def _backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def seen_by(nodes: list[Node], window: int | None) -> list[str]:
-    count = torch.arange(nodes[-1].end)
-    mask = tree_block_mask(nodes, window)
-    return [
-        "".join("x" if x else "." for x in row)
-        for row in mask.mask_mod(None, None, count[:, None], count[None]).tolist()
-    ]  # type: ignore[arg-type]
+    total = nodes[-1].end
+    count = torch.arange(total)
+    mask = tree_block_mask([*nodes, *padding_nodes(total, -total % BLOCK)], window)
+    seen: torch.Tensor = mask.mask_mod(None, None, count[:, None], count[None])  # type: ignore[arg-type]
+    return ["".join("x" if x else "." for x in row) for row in seen.tolist()]
 
 
 def test_a_mask_by_hand() -> None:
