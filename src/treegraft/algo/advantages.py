@@ -34,7 +34,8 @@ from treegraft.core.types import (
 )
 
 States = Callable[[Sequence[Trajectory]], Mapping[tuple[int, str], float]]
-"""What steps have beside the mean of their trajectories, by (number of the trajectory, step id)."""
+"""What steps have in addition to the mean of their trajectories, by (number of the trajectory, step
+id)."""
 _SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
 
@@ -139,7 +140,7 @@ def attributed(
     advantages: Floats,
     attribution: Literal["soft", "hard"] | States,
 ) -> Sequence[float | None]:
-    """Returns [steps] `Step.advantage`, None where a trajectory's own stands: ARPO's soft and hard
+    """Returns [steps] `Step.advantage`, None for a trajectory's own: ARPO's soft and hard
     attribution (arXiv 2507.19849), or an extension's; see `assign_credit`.
     """
     if attribution == "soft":
@@ -260,7 +261,7 @@ def _step_advantages(
     """[steps] mean advantages; None where the policy wrote nothing or no live leaf lies below.
 
     Args:
-        more: what each step has besides, by trajectory and step id.
+        more: what each step has in addition, by trajectory and step id.
     """
     below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
     for index, path in enumerate(members):

@@ -44,7 +44,7 @@ def clipped_surrogate(
     2503.14476, eq. 10); dual clip from Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv
     2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts stands at 1 + m F where
     others stand at 1, so for A > 0 it reaches the upper end earlier. Dual clip too acts on r̂; where
-    r̂ = c the gradient is kept.
+    r̂ = c the gradient remains.
 
     Args:
         logprobs, old_logprobs, advantages: [C]; the last two detached.
@@ -118,7 +118,7 @@ def imitated_loss(
 
     Args:
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
-        advantages: [D] of the trajectory that holds the graft, detached.
+        advantages: [D] of the trajectory with the graft, detached.
         coef, gamma: c and γ.
     """
     # π / (π + γ) = sigmoid(log π - log γ), which neither overflows nor divides by a vanishing sum.

@@ -88,7 +88,7 @@ def combined_advantages(
     paper prints none). Where all Z are equal, as without any graft, the outcome's advantages come
     back unchanged. The factor acts on failures too: a good retrieval in a failed rollout makes its
     penalty larger. 1 + a A_ret turns negative, and the advantage its sign, below A_ret = -1/a; a
-    group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that takes a group of 27 or more.
+    group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that needs a group of 27 or more.
 
     Args:
         outcome_advantages: [leaves] A_acc.
@@ -177,7 +177,7 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     arXiv 2603.03078, eq. 5 to 7).
 
     A branch inherits the grafts above it. The entropies are means over the tokens the policy
-    sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
+    sampled in a step; tool results, which the paper's unit also contains, were not drawn from a
     distribution. They are those recorded by the engine, in bfloat16 too; the learner's only where
     the engine knew no more than its top k tokens.
     """

@@ -37,7 +37,7 @@ def find_credit(config: Config, rule: CreditRule | None = None) -> Credit:
     """Returns what [credit] names.
 
     Args:
-        rule: takes the place of the function that credit.rule names; None for that one.
+        rule: in place of the function that credit.rule names; None for that one.
 
     Raises:
         SettingError: there is no such function, or none that credit.advantage or

@@ -37,7 +37,7 @@ def probe_tree(num_tokens: int) -> PackedTree:
     """Returns a prompt of half the tokens with two branches, the second with two of a single token:
     for `num_tokens` 401 a prompt of 201 and branches of 99.
 
-    Odd sizes are asked for, lengths that are no multiple of a tile or a run: there kernels go wrong
+    Callers name odd sizes, lengths that are no multiple of a tile or a run: there kernels go wrong
     first.
     """
     prompt = num_tokens // 2 + 1

@@ -128,7 +128,7 @@ def flex_attend(
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
     modify = None if options.softcap is None else _softcap(options.softcap)
-    # At each call: torch keeps the limit by thread, and a layer that is computed again runs in one
+    # At each call: torch has the limit by thread, and a layer that is computed again runs in one
     # of autograd's.
     dynamo: Any = torch._dynamo.config
     if dynamo.recompile_limit < RECOMPILES:

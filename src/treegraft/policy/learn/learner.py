@@ -93,8 +93,8 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
-            shares_card: another process may want what passes took of a GPU, so it is given back
-                after each update.
+            shares_card: another process may want what passes used of a GPU, so it is freed after
+                each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -410,7 +410,7 @@ class Learner:
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
-        """Over whole trees, the groups that no pack holds included: leaving out a group without
+        """Over whole trees, the groups in no pack included: leaving out a group without
         variance must not make the others weigh more."""
         groups = 0
         tokens = 0.0

@@ -67,7 +67,7 @@ class Imitated:
     tokens: Tensor
     """[D] which of these tokens a contribution is of."""
     trajectories: Tensor
-    """[D] which trajectory holds the graft."""
+    """[D] which trajectory contains the graft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class TreeBatch:
     def lengths(self) -> Tensor:
         """[N] float64: |y|, the loss tokens of each trajectory's whole path; of a stored one, those
         that its agent wrote."""
-        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
+        # The pack has the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = self.trajectories[self.carries_loss]
         sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
         stored = [path.num_loss_tokens if path.is_stored else 0 for path in self.paths]
@@ -322,11 +322,11 @@ def imitates(path: Trajectory, step: Step) -> bool:
 
 
 def imitated_steps(tree: Tree) -> dict[str, Step]:
-    """Returns, for each graft that a trajectory worth imitating holds, the text that is imitated as
-    a step beside it.
+    """Returns, for each graft that a trajectory worth imitating contains, the text that is
+    imitated as a step at its side.
 
-    The ordinals of these steps are negative, so that they stand before their siblings and are never
-    taken.
+    The ordinals of these steps are negative, so that they come before their siblings and
+    their ids are free.
     """
     found: dict[str, Step] = {}
     for path in tree.trajectories():
@@ -374,7 +374,7 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
 def pack_trees(
     trees: Sequence[Tree], *, device: torch.device | str = "cpu", takes_imitated: bool = False
 ) -> TreeBatch:
-    """Returns one batch that holds all `trees`, in the order given.
+    """Returns one batch of all `trees`, in their order.
 
     Args:
         takes_imitated: with the texts of the grafts that a trajectory with positive advantage and

@@ -1,4 +1,4 @@
-"""The passes of an update: which parts of which trees each one holds, and who makes it."""
+"""The passes of an update: which parts of which trees are in each, and who makes it."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class Ranks:
         """Joins the others.
 
         Args:
-            meeting: where, as torch's `rendezvous` takes it: by torchrun's environment variables,
-                or at a file of this machine.
+            meeting: where, as an address of torch's `rendezvous`: by torchrun's environment
+                variables, or at a file of this machine.
             started: the ranks from 1 on that this process has started; empty for none.
 
         Raises:
@@ -186,8 +186,7 @@ class Ranks:
     # ------------------------------------------------------------------ what rank 0 shares
 
     def share(self, value: Any = None) -> Any:
-        """Returns rank 0's value, which JSON can hold, on every rank, however long it takes to
-        come.
+        """Returns rank 0's value, which has to fit JSON, on every rank, however late it comes.
 
         Raises:
             Interrupted: rank 0 stops here to save (on the other ranks).
@@ -320,7 +319,7 @@ class Ranks:
         most = max(int(count) for count in counts)
         if not most:
             return [own] * self.size
-        # all_gather takes tensors of one size alone.
+        # all_gather knows tensors of one size alone.
         padded = torch.zeros(most, dtype=own.dtype)
         padded[: own.numel()] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]

@@ -66,7 +66,7 @@ def chunked_scores(
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
 
-    Logits that fit are kept for the backward pass, in the model's type; else each chunk's are
+    Logits that fit stay for the backward pass, in the model's type; else each chunk's are
     computed again there.
     """
     parts = []
@@ -88,8 +88,8 @@ def _scores(head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Ten
 
 
 class _TokenScores(torch.autograd.Function):
-    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from nothing kept but the logits as
-    they came.
+    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from the logits as they came and
+    one number a row.
 
     log p_y = z_y - lse,   H = lse - Σ_v p_v z_v
     ∂ log p_y / ∂z_v = δ_vy - p_v,   ∂H / ∂z_v = -p_v (log p_v + H)
@@ -117,7 +117,7 @@ class _TokenScores(torch.autograd.Function):
         # The logits themselves and one number a row, instead of probabilities in float32: at a
         # vocabulary of 150k that is what a pack's memory goes to.
         ctx.save_for_backward(logits, targets, temperatures, entropies, lse)
-        # So that a gradient nobody asked for comes as None, and its term is not computed.
+        # So that a gradient that nobody needs comes as None, and its term is not computed.
         ctx.set_materialize_grads(False)
         return logprobs.contiguous(), entropies.contiguous()
 
@@ -277,7 +277,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB
     Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the
     call and the model's own restored after it; a model that cannot take it is run once per
     trajectory. Gradients flow to the model, except under its own gradient checkpointing, for which
-    `Learner` keeps the attention installed.
+    the attention of `Learner` stays installed.
 
     Raises:
         ModelError: its logits cannot be had from hidden states and output embeddings.

@@ -45,7 +45,7 @@ class Demonstrations:
         Args:
             show: makes the expert's calls in environments, so that demonstrations hold what
                 rollouts hold; None where the tasks have no environment.
-            stored: at least one, of a file or a buffer; None asks the expert.
+            stored: at least one, of a file or a buffer; None for those of the expert.
 
         Raises:
             DataError: the tasks have no expert, or the format cannot write more than MOST_UNFIT of
@@ -64,7 +64,7 @@ class Demonstrations:
         self._orders: dict[int, list[int]] = {}
         """Of the stored demonstrations, by pass."""
         if stored is not None:
-            # Spread over the whole file: a misfit often stands in its later part.
+            # Spread over the whole file: a misfit is often in its later part.
             spread = stored[:: max(1, len(stored) // NUM_CHECKED)]
             unfit = list(filter(None, map(self._misfit, spread)))
             if unfit:
@@ -84,7 +84,7 @@ class Demonstrations:
 
     async def prepare(self, step: int) -> None:
         """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
-        that `batch` holds them as they are there. Raises `DataError` for one that its environment
+        that `batch` returns them as they are there. Raises `DataError` for one that its environment
         contradicts."""
         if self._show is None or self._stored is not None:
             return
@@ -94,7 +94,7 @@ class Demonstrations:
     def _made(self, step: int, num: int) -> list[Demonstration]:
         found = []
         for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
-            # By the task's id, not by the step: the expert shows a task in the same way each time.
+            # By the task's id, not by the step: the expert solves a task in the same way each time.
             steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
             if steps:
                 found.append((task, steps))
@@ -145,7 +145,8 @@ class Demonstrations:
     def _demonstrate(
         self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
     ) -> Tree:
-        """The demonstration as a tree; by keyed coins it decides, is cut short and holds grafts."""
+        """The demonstration as a tree; keyed coins say whether it decides, is cut short and
+        contains grafts."""
         frac = self._settings.decision_frac
         try:
             # With a share of 0, decisions are learned like all other tokens. Else a demonstration
@@ -168,7 +169,7 @@ class Demonstrations:
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
-        """Which steps are shown as retrieved."""
+        """Which steps become grafts."""
         chosen: set[int] = set()
         # Never the first one nor two in a row: each graft follows a step of the agent's own. And
         # never the last one, which answers.
@@ -184,7 +185,7 @@ class Demonstrations:
         """The demonstration cut where a keyed coin says to answer too early."""
         probabilities = self._settings.continue_prob
         for count in range(1, len(steps) - 1):
-            # The last one given holds for all later steps.
+            # The last one is that of all later steps.
             goes_on = probabilities[min(count, len(probabilities)) - 1]
             early = self._source.early_answer(task, steps[:count])
             if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
@@ -226,11 +227,11 @@ def demonstration_tree(
     Args:
         masks_decisions: leave out, in each step after a result, the token in which going on and
             answering differ.
-        grafts: indices of steps that are shown as retrieved, without loss.
+        grafts: indices of steps that become retrieved ones, without loss.
     """
     path = []
     for index, content in enumerate(steps):
-        # Without loss, since the text is another agent's; it is shown so that the policy has seen
+        # Without loss, since the text is another agent's; it is there so that the policy has seen
         # such steps before the first update grafts some.
         if index in grafts:
             path.append(Written(content, [(format.render_graft([content]), Origin.RETRIEVED)]))

@@ -169,7 +169,7 @@ class StreamedWeights:
 
 
 class ShardedLearner(Learner):
-    """A learner of which each rank holds a share."""
+    """A learner of which each rank has a share."""
 
     def __init__(
         self,

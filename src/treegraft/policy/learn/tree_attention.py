@@ -41,7 +41,7 @@ from treegraft.policy.learn.flex import (
 from treegraft.policy.learn.pack import Node, TreeBatch
 
 MASK_LIMIT = 4096
-"""Tokens of a path up to which a GPU takes gathered keys: past it the scores of a layer with 32
+"""Tokens of a path up to which a GPU works on gathered keys: past it the scores of a layer with 32
 heads may be over 2 GB in float32."""
 
 _log = logging.getLogger(__name__)
