@@ -153,7 +153,7 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
 def inexact_neighbours(tree: Tree) -> set[str]:
     """Returns the ids of the steps around grafts whose entropies are of an engine's top-k tokens
     alone, which the retrieval reward (arXiv 2603.03078, eq. 5) cannot use."""
-    found = set()
+    found: set[str] = set()
     for path in tree.trajectories():
         for pair in graft_neighbours(path.steps):
             found.update(step.id for step in pair if step.entropy_kind is not EntropyKind.EXACT)
