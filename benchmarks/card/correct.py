@@ -95,7 +95,7 @@ def _attention(bench: Bench) -> None:
     heads = bench.pick({"1.5B": (12, 2, 128), "4B": (32, 8, 128)}, {"tiny": (4, 2, 16)})
     ids = torch.zeros(tree.end, dtype=torch.long, device=bench.device)
     columns: dict[str, Any] = dict.fromkeys(columns_of(TreeBatch), ids)
-    batch = TreeBatch(**columns, trees=(tree,), paths=(), step_offsets=())
+    batch = TreeBatch(**columns, trees=(tree,), paths=())
     plans: dict[str, Callable[[TreeBatch], Plan]] = {"gathered keys": VarlenPlan}
     if bench.device.type == "cuda":
         plans |= {"packed": own_plan(WIDE), "packed, torch's tiles": own_plan(None)}

@@ -136,8 +136,6 @@ def test_imitated_tokens_of_vanishing_probability_stay_finite() -> None:
         found = imitated_loss(logprob, torch.ones(1), coef=1.0, form=form)  # type: ignore[arg-type]
         found.sum().backward()
         assert found.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
-    with pytest.raises(ValueError, match="form is 'sft'; expected 'log' or 'luffy'"):
-        imitated_loss(torch.zeros(1), torch.ones(1), coef=1.0, form="sft")  # type: ignore[arg-type]
 
 
 def test_an_absurd_ratio_stays_finite() -> None:
@@ -181,23 +179,6 @@ def test_aggregations_by_hand() -> None:
     assert factors("token-mean") == pytest.approx([1 / 12, 1 / 12, 1 / 6])
     assert factors("sequence-mean") == pytest.approx([1 / 16, 1 / 8, 1 / 6])
     assert factors("sequence-sum") == pytest.approx([1 / 40, 1 / 40, 1 / 20])
-    with pytest.raises(ValueError, match="aggregation is 'mean'"):
-        factors("mean")
-
-
-def test_uniform_weights_give_the_published_means() -> None:
-    """w = 1/n in every group: token-mean is DAPO's plain mean over all tokens when all groups have
-    one size."""
-    lengths = torch.tensor([3.0, 1.0, 2.0, 2.0])
-    weights = torch.full((4,), 0.5)
-    denominators = Denominators(
-        num_groups=2, weighted_tokens=float((weights * lengths).sum()), length_constant=1.0
-    )
-    factors = contribution_weights(weights, lengths, denominators, "token-mean")
-    assert factors.tolist() == pytest.approx([1 / 8] * 4)
-    # GRPO, eq. 3: 1/G Σ_i 1/|y_i| Σ_t, averaged over groups.
-    sequence = contribution_weights(weights, lengths, denominators, "sequence-mean")
-    assert sequence.tolist() == pytest.approx([1 / (2 * 2 * n) for n in (3, 1, 2, 2)])
 
 
 def test_a_path_without_loss_tokens_weighs_nothing() -> None:

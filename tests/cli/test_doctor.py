@@ -104,7 +104,14 @@ def test_doctor_looks_where_a_run_would_find_it(
 
 
 SHAPE = ModelShape(
-    num_weights=1000, num_layers=2, num_kv_heads=1, head_dim=2, hidden_size=4, vocab_size=50
+    num_weights=1000,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    hidden_size=4,
+    inner_width=16,
+    vocab_size=50,
 )
 """A token's keys and values are 2 layers * 2 * 2 numbers."""
 

@@ -185,7 +185,7 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
     place = folder / f"of-{ranks.size}"
     if ranks.rank == 0:
         (place / "treegraft").mkdir(parents=True)
-    ranks.barrier()
+    ranks.gather(torch.zeros(0))
     many.save(place)
     many.learn(some_trees())
     expected = dict(many.stream())
@@ -198,7 +198,7 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
         (other / "treegraft").mkdir(parents=True)
         one.learn(some_trees())
         one.save(other)
-    ranks.barrier()
+    ranks.gather(torch.zeros(0))
     _, third = learners(ranks, config)
     third.load(other)
     third.learn(some_trees())
@@ -207,14 +207,14 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
         return {}
     one.learn(some_trees())
     from_one = apart(theirs, plain_weights(one.model), start)
-    state = many_state(place)
-    one.load_state(state)
+    rows = optimiser_rows(place)
+    one.optimiser.load(rows)
     one.learn(some_trees())
     return {
         "same": all(torch.equal(ours[key], expected[key]) for key in expected),
         "apart": apart(plain_weights(one.model), expected, start),
         "from_one": from_one,
-        "loads": loads_like(place, state),
+        "loads": loads_like(place, rows),
     }
 
 
@@ -242,19 +242,18 @@ def skipped(ranks: Ranks, config: Config) -> dict[str, Any]:
     }
 
 
-def many_state(place: Path) -> Weights:
-    rows = TensorFiles(sorted((place / "treegraft").glob("optimiser*.safetensors")))
-    return {name: rows.whole(name) for name in rows.names}
+def optimiser_rows(place: Path) -> TensorFiles:
+    return TensorFiles(sorted((place / "treegraft").glob("optimiser*.safetensors")))
 
 
-def loads_like(place: Path, state: Weights) -> bool:
+def loads_like(place: Path, rows: TensorFiles) -> bool:
     """Whether transformers loads the folder, with the weights that the optimiser holds."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     weights = dict(model.named_parameters())
     return bool(weights) and all(
-        torch.equal(weight, state[f"master.{name}"]) for name, weight in weights.items()
+        torch.equal(weight, rows.whole(f"master.{name}")) for name, weight in weights.items()
     )
 
 
@@ -302,7 +301,7 @@ def main() -> None:
             found = CHECKS[name](ranks)
             if ranks.rank == 0:
                 print(json.dumps({"check": name, **found}), flush=True)
-        ranks.barrier()
+        ranks.gather(torch.zeros(0))
         ranks.finish()
 
 

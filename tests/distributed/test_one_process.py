@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.laws import settings, some_trees
+from tests.distributed.laws import optimiser_rows, settings, some_trees
 from tests.support.families import build_model
 from torch.distributed._local_tensor import LocalTensorMode, maybe_disable_local_tensor_mode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -31,7 +31,7 @@ from treegraft.policy.learn.ranks import Ranks
 from treegraft.policy.learn.sharded import ShardedLearner, meta_model, model_shape
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import ModelShape, published_shape
-from treegraft.policy.shards import TensorFiles, local_rows
+from treegraft.policy.shards import local_rows
 from treegraft.policy.tiny import build_random_model
 from treegraft.policy.weights import fingerprint_of, plain_weights, weights_fingerprint
 from treegraft.settings.load import load_config
@@ -94,10 +94,10 @@ def test_rows_checksums_and_checkpoints_of_all_ranks_are_the_whole(
     total = torch.stack(sums).sum(dim=0).tolist()
     found = {name: (*facts[name][:2], one) for name, one in zip(facts, total, strict=True)}
     assert fingerprint_of(found) == weights_fingerprint(whole)
-    written = TensorFiles(sorted((tmp_path / "treegraft").glob("optimiser*.safetensors")))
+    written = optimiser_rows(tmp_path)
     one = Learner(
         build_model("llama"), settings().learn, settings().loss, length_constant=7
-    ).state()
+    ).optimiser.state()
     assert set(written.names) == set(one)
     for name, tensor in one.items():
         assert written.whole(name).shape == tensor.shape
@@ -131,7 +131,7 @@ def test_every_rank_makes_its_part_of_the_plan(
                 name: local_rows(weight)[0].shape
                 for name, weight in learner.model.named_parameters()
             }
-            for name, state in learner.state().items():
+            for name, state in learner.optimiser.state().items():
                 kind, _, weight = name.partition(".")
                 if kind in ("exp_avg", "exp_avg_sq"):
                     assert local_rows(state)[0].shape == rows[weight]

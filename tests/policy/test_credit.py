@@ -113,12 +113,12 @@ def with_advantage(value: float | None) -> Callable[[Tree], Tree]:
         (other_reward, "differs in more than advantages"),
         (with_advantage(math.nan), "leaf '0.0.0' has advantage nan; expected a finite number"),
         (with_advantage(None), "leaf '0.0.0' has advantage None; expected a finite number"),
-        (with_advantage(1.0), "leaf '0.1' has failed and left the group; expected advantage None"),
+        (with_advantage(1.0), "leaf '0.1' has advantage 1.0; expected a finite number, or None of"),
         (
             lambda tree: replace(
                 tree, steps=tuple(replace(step, advantage=math.inf) for step in tree.steps)
             ),
-            "step '0' has advantage inf; expected a finite number or None",
+            "step '0' has advantage inf and credit_factors (); expected finite numbers",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_refusals(rule: Callable[[Tree], Tree], message: str) -> None:
 
 def test_a_rule_that_is_not_there_is_refused() -> None:
     for name, code in [
-        ("rank", "import-path-invalid"),
+        ("rank", "unknown-name"),
         ("math:ranks", "import-name-missing"),
         ("math:pi", "credit-rule-invalid"),
     ]:

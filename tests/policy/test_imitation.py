@@ -20,7 +20,6 @@ from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
 from treegraft.evals.evaluate import evaluate
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
@@ -261,11 +260,6 @@ def test_imitation_is_one_mean_over_the_tokens_of_the_batch(demonstrations: list
         loss, gradient = gradient_after(demonstrations, limit)
         assert loss == pytest.approx(total.item() / count, abs=1e-5)
         assert float((gradient - expected).norm() / expected.norm()) < 1e-5
-
-
-def test_lengths_differ(demonstrations: list[Tree]) -> None:
-    batch = pack_trees(demonstrations, device=torch.device("cpu"))
-    assert len({path.steps[-1].depth for path in batch.paths}) > 1
 
 
 # ---------------------------------------------------------------------- whole runs

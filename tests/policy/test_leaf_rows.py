@@ -6,22 +6,18 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.examples import at_most
 from tests.support.families import build_model
 from tests.support.slow_learner import FLAT, distance, gradient_of, make_learner
-from tests.support.trees import Part, build_tree, mixed_trees, random_trees
+from tests.support.trees import Part, build_tree
 
-from treegraft.core.types import LEARNING_RULES, Origin, Status, StoredCause, Tree
+from treegraft.core.types import Origin, Status, StoredCause, Tree
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.rows import LeafRow, leaf_rows
@@ -196,58 +192,6 @@ def with_factors(tree: Tree) -> Tree:
             for step in tree.steps
         ),
     )
-
-
-@given(
-    st.lists(random_trees() | mixed_trees(), min_size=1, max_size=3),
-    st.sampled_from(["soft", "hard"]),
-    st.booleans(),
-    st.booleans(),
-)
-@at_most(80)
-def test_rows_hold_what_trees_hold(
-    trees: list[Tree], attribution: str, by_token: bool, learns_from_truncated: bool
-) -> None:
-    config = load_config(
-        {
-            "loss": {"graft_coef": 0.0, "learn_from_truncated": learns_from_truncated},
-            "credit": {"attribution": attribution},
-        }
-    )
-    named = [replace(tree, group_id=f"{n}") for n, tree in enumerate(trees)]
-    credited = [with_factors(t) if by_token else t for t in credit_trees(named, config)]
-    batch = pack_trees(credited)
-    rows = iter(leaf_rows(credited, config))
-    weights: dict[str, float] = defaultdict(float)
-    tokens = batch.per_trajectory(batch.sampling_logprobs)
-    owners = batch.trajectories
-    for number, path in enumerate(batch.paths):
-        advantages = [
-            a
-            for a, sampled in zip(path.token_advantages, path.sampled_mask, strict=True)
-            if sampled
-        ]
-        of_path = batch.advantages[owners == number]
-        torch.testing.assert_close(torch.tensor(advantages), of_path, rtol=1e-6, atol=1e-7)
-        if not LEARNING_RULES[path.status].in_denominator:
-            continue
-        row = next(rows)
-        start = len(row.prompt_ids)
-        assert row.prompt_ids + row.completion_ids == path.token_ids
-        assert {len(getattr(row, name)) for name in LISTS} == {len(path.token_ids) - start}
-        assert row.advantages == path.token_advantages[start:]
-        sampled = [origin is Origin.POLICY for origin in row.origins]
-        carries = [m for m, one in zip(row.loss_mask, sampled, strict=True) if one]
-        assert carries == batch.carries_loss[owners == number].tolist()
-        assert sum(row.loss_mask) == int(batch.lengths[number]) == sum(carries)
-        if any(row.loss_mask):
-            assert row.num_denominator == sum(row.loss_mask)
-        own = [p for p, one in zip(row.sampling_logprobs, sampled, strict=True) if one]
-        torch.testing.assert_close(torch.tensor(own), tokens[number])
-        assert row.leaf_id == path.leaf.step_id and row.reward == path.reward
-        weights[row.group_id] += row.weight
-    assert next(rows, None) is None
-    assert all(abs(total - 1) < 1e-9 for total in weights.values())
 
 
 LISTS = (

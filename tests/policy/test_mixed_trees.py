@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.families import build_model
 from tests.support.slow_learner import WAYS, attend_by, distance, gradient_of, make_learner
-from tests.support.trees import Part, build_tree, mixed_trees
+from tests.support.trees import Part, build_tree, mixed_trees, text_of
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.algo.loss import PassScores
 from treegraft.core.types import EntropyKind, Origin, Status, Trajectory, Tree
-from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn.metrics import MetricSums
-from treegraft.policy.learn.pack import pack_trees
+from treegraft.policy.learn.pack import imitated_steps, pack_trees
 from treegraft.policy.learn.scores import token_scores
 from treegraft.runs.metrics import meaning
 from treegraft.settings.policy import LossSettings
@@ -231,22 +230,11 @@ AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]
 IMITATED = [{"graft_coef": 0.0}, {"graft_coef": 1.5}, {"graft_coef": 0.7, "graft_form": "luffy"}]
 
 
-@pytest.fixture(params=[*WAYS, "rowwise"])
+@pytest.fixture(params=WAYS)
 def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways of running a batch."""
-    if request.param != "rowwise":
-        attend_by(request.param, monkeypatch)
-    else:
-        monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
+    attend_by(request.param, monkeypatch)
     return str(request.param)
-
-
-@pytest.mark.parametrize("imitated", IMITATED, ids=["none", "log", "luffy"])
-@pytest.mark.parametrize("attribution", ["soft", "hard"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_law_1_by_setting(aggregation: str, attribution: str, imitated: dict[str, Any]) -> None:
-    rules = Rules(loss_settings(aggregation=aggregation, **imitated), attribution)
-    assert_exact([build_tree(RICH, seed=1), build_tree(SMALL, seed=2)], rules)
 
 
 def test_law_1_however_it_is_run(path_kind: str) -> None:
@@ -300,10 +288,12 @@ def test_scores_of_samples_and_imitated_tokens_are_those_of_plain_passes(path_ki
                 torch.tensor(path.sampled_mask[1:])
             ]
             torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
-        texts = taught.split(batch.imitated.lengths)
-        for ids, ours in zip(batch.imitated.paths, texts, strict=True):
-            plain = logprobs_of(model, ids, [1.0] * len(ids))[-len(ours) :]
-            torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
+        for tree in trees:
+            for step in sorted(imitated_steps(tree).values(), key=lambda one: one.ordinals):
+                ours, taught = taught.split([step.num_tokens, len(taught) - step.num_tokens])
+                ids = text_of(tree, step)
+                plain = logprobs_of(model, ids, [1.0] * len(ids))[-len(ours) :]
+                torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("attribution", ["soft", "hard"])
@@ -420,10 +410,10 @@ def test_imitated_tokens_are_counted_and_scored() -> None:
         assert learned[0].steps[2].old_logprobs.tolist() == [0.0] * learned[0].steps[2].num_tokens
     batch = pack_trees(trees, takes_imitated=True)
     assert batch.imitated is not None
+    (text,) = imitated_steps(trees[0]).values()
+    ids = text_of(trees[0], text)
     with torch.no_grad():
-        expected = logprobs_of(
-            build_model("llama"), batch.imitated.paths[0], [1.0] * len(batch.imitated.paths[0])
-        )[-2:].mean()
+        expected = logprobs_of(build_model("llama"), ids, [1.0] * len(ids))[-2:].mean()
     assert metrics["learn/lesson_logprob"] == pytest.approx(float(expected), abs=1e-5)
 
 

@@ -20,11 +20,11 @@ from tests.support.slow_learner import (
 )
 
 from treegraft.core.types import Tree
-from treegraft.policy.learn import scores
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.load import load_model, with_adapters
+from treegraft.policy.shards import TensorFiles, write_rows
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import (
     EngineSettings,
@@ -55,23 +55,6 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
 
 
-@pytest.mark.parametrize("shares_card", [True, False])
-def test_a_card_that_is_shared_is_given_back_once_an_update(
-    shares_card: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
-    learner = Learner(
-        build_model("llama"),
-        LearnSettings(num_minibatches=2, num_epochs=2),
-        LossSettings(),
-        length_constant=7,
-        shares_card=shares_card,
-    )
-    learner.learn([example_trees(1)[0], example_trees(4)[3]])
-    assert len(given) == shares_card
-
-
 @pytest.mark.parametrize(
     ("engine", "shares"),
     [
@@ -85,34 +68,6 @@ def test_a_card_that_is_shared_is_given_back_once_an_update(
 )
 def test_who_shares_a_card(engine: dict, shares: bool) -> None:
     assert EngineSettings.model_validate(engine).shares_card is shares
-
-
-@pytest.mark.parametrize(
-    ("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)]
-)
-def test_the_first_step_needs_no_pass_before_it(
-    minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for each minibatch of each epoch, and one more for the old log-probabilities of every
-    minibatch but the first."""
-    calls = []
-    plain = scores.packed_hidden
-    monkeypatch.setattr(
-        scores,
-        "packed_hidden",
-        lambda *args, **options: calls.append(1) or plain(*args, **options),
-    )
-    learner, _ = make_learner(
-        build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs
-    )
-    trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
-    assert len(calls) == num_passes
-    assert all(
-        step.old_logprobs is not None
-        for tree in trees
-        for step in tree.steps
-        if any(step.loss_mask)
-    )
 
 
 def test_a_tiny_step_survives_in_bfloat16() -> None:
@@ -196,7 +151,7 @@ def test_adamw_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None:
+def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype, tmp_path: Path) -> None:
     """One number of one of its passes is enough; the third in a row is an error, also where the
     optimiser goes on from its state."""
     models = [torch.nn.Linear(2, 1, bias=False).to(dtype) for _ in range(2)]
@@ -219,7 +174,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
     assert model.weight.grad is None and not optimiser.gradients()
     # A finite one begins the count anew.
     assert step(None) == pytest.approx(2**0.5) and step(math.nan) and step(math.nan)
-    resumed.load_state(optimiser.state())
+    resumed.load(files_of(optimiser.state(), tmp_path))
     model = models[1]
     optimiser = resumed
     with raises_code("gradient-not-finite"):
@@ -227,16 +182,21 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype) -> None
     assert all(bool(tensor.isfinite().all()) for tensor in optimiser.state().values())
 
 
-def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]:
+def files_of(state: dict[str, torch.Tensor], folder: Path) -> TensorFiles:
+    write_rows(folder / "state.safetensors", state, is_first=True)
+    return TensorFiles([folder / "state.safetensors"])
+
+
+def rates(learn: LearnSettings, num_planned: int, num_taken: int, folder: Path) -> list[float]:
     """The learning rates of the first steps, by a model of one weight."""
     model = torch.nn.Linear(1, 1, bias=False)
     found = []
     optimiser = MasterAdamW(model, learn, num_planned=num_planned)
     for taken in range(num_taken):
         if taken == 3:  # a resumed run
-            state = {name: tensor.clone() for name, tensor in optimiser.state().items()}
+            state = files_of(optimiser.state(), folder)
             optimiser = MasterAdamW(model, learn, num_planned=num_planned)
-            optimiser.load_state(state)
+            optimiser.load(state)
         model.weight.grad = torch.ones(1, 1)
         optimiser.step()
         found.append(optimiser.last_lr)
@@ -254,9 +214,10 @@ def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]
         ({"schedule": "cosine"}, [8, 4 + 8**0.5, 4, 4 - 8**0.5, 0, 0]),
     ],
 )
-def test_schedules_by_hand(settings: dict, expected: list[float]) -> None:
+def test_schedules_by_hand(settings: dict, expected: list[float], tmp_path: Path) -> None:
     """Four steps are planned, and two more are taken, as by a run that was prolonged."""
-    assert rates(LearnSettings(lr=8.0, **settings), 4, 6) == pytest.approx(expected, abs=1e-12)
+    found = rates(LearnSettings(lr=8.0, **settings), 4, 6, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_weights_decay_but_norms_and_biases_do_not() -> None:
@@ -279,7 +240,7 @@ def test_weights_decay_but_norms_and_biases_do_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
+def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype, tmp_path: Path) -> None:
     trees = example_trees(3)
 
     def learner_of() -> Learner:
@@ -292,13 +253,12 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
 
     whole = learner_of()
     whole.learn(trees)
-    state = {name: tensor.clone() for name, tensor in whole.state().items()}
     resumed = learner_of()
-    resumed.load_state(state)
+    resumed.optimiser.load(files_of(whole.optimiser.state(), tmp_path))
     for learner in (whole, resumed):
         learner.learn(trees)
-    ours = resumed.state()
-    theirs = whole.state()
+    ours = resumed.optimiser.state()
+    theirs = whole.optimiser.state()
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
@@ -322,7 +282,7 @@ def test_learning_does_not_depend_on_torchs_default_type(
         learn = LearnSettings(lr=1e-2, num_epochs=2)
         learner = Learner(model, learn, LossSettings(), length_constant=7)
         trees, _ = learner.learn(example_trees(3))
-        return trees, learner.state()
+        return trees, learner.optimiser.state()
 
     trees, state = learned(models[0])
     torch.set_default_dtype(default)

@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,18 +149,16 @@ def trees_for(loss: LossSettings, model: Any, trees: list[Tree]) -> list[Tree]:
     packed = torch.zeros(batch.num_tokens)
     noise = torch.rand(batch.sampled.numel(), generator=torch.Generator().manual_seed(0))
     packed[batch.sampled] = token_scores(model, batch)[0].detach() + 0.8 * noise - 0.4
-    values = packed.tolist()
-    return [
-        replace(
-            tree,
-            steps=tuple(
-                replace(step, sampling_logprobs=tuple(values[at : at + len(step.token_ids)]))
-                for step in tree.steps
-                for at in (offsets[step.id],)
-            ),
-        )
-        for tree, offsets in zip(trees, batch.step_offsets, strict=True)
-    ]
+    # Steps are packed in their own order.
+    values = iter(packed.tolist())
+    found = []
+    for tree in trees:
+        steps = []
+        for step in tree.steps:
+            own = tuple(itertools.islice(values, step.num_tokens))
+            steps.append(replace(step, sampling_logprobs=own))
+        found.append(replace(tree, steps=tuple(steps)))
+    return found
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

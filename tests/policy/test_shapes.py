@@ -116,7 +116,7 @@ SHAPE = ModelShape(
     hidden_size=4,
     vocab_size=50,
     num_heads=2,
-    intermediate_size=6,
+    inner_width=6,
 )
 
 

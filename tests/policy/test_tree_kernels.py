@@ -118,20 +118,6 @@ def test_outputs_and_gradients(
         assert (ours.detach().double() - theirs.detach()).norm() <= limit * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_that_sees_only_itself_gives_its_value(dtype: torch.dtype) -> None:
-    """By hand: its softmax is 1 whatever the score, so out = v, dv = do, dq = dk = 0."""
-    query, key, value, grad = (torch.randn(1, 3, 16).to(dtype).requires_grad_() for _ in range(4))
-    nodes = [Node(n, n + 1, n + 1) for n in range(3)]
-    out = compiled(16, dtype).attend(query, key, value, TreeRuns(nodes, 3, 1), 1.0)
-    out.backward(grad.detach().transpose(0, 1))
-    assert torch.equal(out, value.transpose(0, 1)) and value.grad is not None
-    torch.testing.assert_close(value.grad, grad.detach(), atol=1e-5, rtol=1e-5)
-    # do . v and do . o are summed in different orders.
-    for x in (query, key):
-        assert x.grad is not None and float(x.grad.abs().max()) < 1e-4
-
-
 def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
     """A tree alone, and after another whose length is no multiple of a tile: the same bits
     forward."""
@@ -169,49 +155,6 @@ def test_tensors_of_another_type_or_shape_do_not_reach_the_c_code() -> None:
     for wrongs in ((out.double(), lse, grad), (out, lse.double(), grad), (out, lse, grad.double())):
         with pytest.raises(ValueError, match="kernels: got"):
             kernels.backward(right, *wrongs, runs, 1.0)
-
-
-def test_work_is_dealt_out_evenly() -> None:
-    """A prompt of 128 seen by all 640 rows, and eight branches of 64: 78k and 36k, 4096 each, in
-    two shares."""
-    nodes = [Node(0, 128, 640), *(Node(n, n + 64, n + 64) for n in range(128, 640, 64))]
-    table = TreeRuns(nodes, 640, 2).table.tolist()
-    assert [run[:3] for run in table] == [
-        [0, 64, 640],
-        [64, 64, 640],
-        *([n, 64, n + 64] for n in range(128, 640, 64)),
-    ]
-    loads = [
-        sum(count * (end - start) for start, count, end, share in table if share == s)
-        for s in range(2)
-    ]
-    assert max(loads) - min(loads) <= 4096
-    assert TreeRuns(nodes[:1], 640, 5).num_shares == 2, "no share is empty"
-
-
-def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last token of the longest path sees its first one, `longest - 1` before it, in a window
-    of `longest`."""
-    batch = pack_trees(example_trees(1))
-    asked = list[int]()
-    count = len(batch.token_ids)
-    longest = int(batch.position_ids.max()) + 1
-    query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
-
-    def attend(window: int | None) -> torch.Tensor:
-        options = AttentionOptions(0.3, window, None, None)
-        return PackedPlan(batch).attend(0, query, key, value, options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "tree_kernels", lambda *_: None)
-        everything = attend(None)
-        less = attend(longest - 1)
-    assert not torch.allclose(everything, less)
-    found = module.tree_kernels
-    monkeypatch.setattr(module, "tree_kernels", lambda *args: asked.append(1) or found(*args))
-    torch.testing.assert_close(attend(longest), everything)
-    torch.testing.assert_close(attend(longest - 1), less)
-    assert len(asked) == 1
 
 
 # ---------------------------------------------------------------------- where there are none

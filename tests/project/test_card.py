@@ -57,7 +57,7 @@ def test_operations_of_a_token_by_hand() -> None:
         hidden_size=4,
         vocab_size=10,
         num_heads=2,
-        intermediate_size=6,
+        inner_width=6,
     )
     # 2 a weight; half of the tokens have logits; scores and values of 2 heads of 2 over 7 tokens.
     assert forward_flops(shape, 7, 0.5) == 2 * 132 + 0.5 * 2 * 40 + 4 * 4 * 7 == 416

@@ -122,6 +122,12 @@ def build_tree(
     return Tree(task=task, group_id=f"0/{task_id}", steps=tuple(steps), leaves=tuple(leaves))
 
 
+def text_of(tree: Tree, step: Step) -> list[int]:
+    """Returns the tokens of the path above an imitated step, then its own."""
+    assert step.parent is not None
+    return [token for own in (*tree.path(step.parent), step) for token in own.token_ids.tolist()]
+
+
 @st.composite
 def parts(draw: Any, depth: int = 3) -> Part:
     """A random step with everything below it; a failed one may be empty."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,8 @@ from treegraft.core.types import (
 )
 
 States = Callable[[Sequence[Trajectory]], Mapping[tuple[int, str], float]]
-"""What steps have beside the mean of their trajectories, by (number of the trajectory, step id)."""
+"""What steps have in addition to the mean of their trajectories, by (number of the trajectory, step
+id)."""
 _SCALES: Mapping[str, Scale] = {"grpo": "std", "dr_grpo": "none", "rloo": "leave-one-out"}
 
 
@@ -54,16 +54,10 @@ def leaf_weights(
 
     Args:
         branchings: [leaves] the product above, 1 where nothing branched.
-
-    Raises:
-        ValueError: an unknown kind.
     """
-    if kind not in ("uniform", "inverse_branching"):
-        raise ValueError(
-            f"leaf_weights: kind is '{kind}'; expected 'uniform' or 'inverse_branching'"
-        )
     products = np.asarray(branchings, dtype=np.float64)
     shares = 1.0 / products if kind == "inverse_branching" else np.ones_like(products)
+    # 0 for a group whose leaves have all failed.
     total = shares.sum()
     return shares / total if total else shares
 
@@ -103,16 +97,20 @@ def assign_credit(
         learn_from_truncated: whether truncated trajectories carry loss.
 
     Raises:
-        ValueError: a live leaf without reward, or an unknown name.
+        ValueError: a live leaf without reward, or a name that compares a whole batch.
     """
     members = group_members(tree)
     if outcomes is None:
         is_apart = restarts == "apart"
         outcomes = outcome_advantages(members, advantage, eps, is_apart=is_apart)
-    helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
+    helped = []
+    branchings = []
+    for path in members:
+        helped.append(path_retrieval_reward(path, retrieval_reward))
+        branchings.append(_branching(tree, path.leaf))
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     shared = attributed(tree, members, advantages, attribution)
-    weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
+    weights = leaf_weights(branchings, kind=leaf_weight)
     # Every field is set anew, so that crediting a tree twice gives the same as once.
     credited = {leaf.step_id: _without_credit(leaf) for leaf in tree.leaves}
     columns = zip(members, advantages, outcomes, helped, weights, strict=True)
@@ -127,10 +125,10 @@ def assign_credit(
             weight=float(weight),
             has_loss=is_taught and path.status.rule.has_loss,
         )
-    steps = [
-        step if step.advantage == value else replace(step, advantage=value)
-        for step, value in zip(tree.steps, shared, strict=True)
-    ]
+    steps = list(tree.steps)
+    for index, value in enumerate(shared):
+        if steps[index].advantage != value:
+            steps[index] = replace(steps[index], advantage=value)
     found = replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
     finish = advantage.finish if isinstance(advantage, OutcomeKind) else None
     return found if finish is None else cast(Tree, loaded(finish)(found))
@@ -142,20 +140,13 @@ def attributed(
     advantages: Floats,
     attribution: Literal["soft", "hard"] | States,
 ) -> Sequence[float | None]:
-    """Returns [steps] `Step.advantage`, None where a trajectory's own stands: ARPO's soft and hard
+    """Returns [steps] `Step.advantage`, None for a trajectory's own: ARPO's soft and hard
     attribution (arXiv 2507.19849), or an extension's; see `assign_credit`.
-
-    Raises:
-        ValueError: an unknown name.
     """
     if attribution == "soft":
         return [None] * len(tree.steps)
     if attribution == "hard":
         return _step_advantages(tree, members, advantages)
-    if not callable(attribution):
-        raise ValueError(
-            f"assign_credit: attribution is '{attribution}'; expected 'soft', 'hard' or a function"
-        )
     return _step_advantages(tree, members, advantages, attribution(members))
 
 
@@ -178,8 +169,14 @@ def group_members(tree: Tree) -> list[Trajectory]:
     Raises:
         ValueError: one of them has no reward.
     """
-    members = [path for path in tree.trajectories() if path.status.rule.in_group]
-    if unscored := [path.leaf.step_id for path in members if path.reward is None]:
+    members = []
+    unscored = []
+    for path in tree.trajectories():
+        if path.status.rule.in_group:
+            members.append(path)
+            if path.reward is None:
+                unscored.append(path.leaf.step_id)
+    if unscored:
         raise ValueError(
             f"tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first"
         )
@@ -195,28 +192,24 @@ def batch_outcomes(
     Args:
         restarts: as in `assign_credit`; each group has its own baseline.
     """
-    every = [group_members(tree) for tree in trees]
-    is_apart = restarts == "apart"
-    places = [
-        by_place([path.start_id if is_apart else ROOT_ID for path in members]) for members in every
-    ]
-    groups = [
-        [members[index] for index in own]
-        for members, found in zip(every, places, strict=True)
-        for own in found
-    ]
-    values = iter(
-        whitened(
-            [[path.leaf.reward or 0.0 for path in group] for group in groups],
-            [[sum(s.num_loss_tokens for s in path.steps) for path in group] for group in groups],
-            has_baseline=has_baseline,
-        )
-    )
     outcomes = []
-    for members, found in zip(every, places, strict=True):
+    places = []
+    rewards = []
+    lengths = []
+    for tree in trees:
+        members = group_members(tree)
         outcomes.append(np.zeros(len(members)))
-        for own in found:
-            outcomes[-1][own] = next(values)
+        starts = [path.start_id if restarts == "apart" else ROOT_ID for path in members]
+        for own in by_place(starts):
+            places.append((outcomes[-1], own))
+            rewards.append([members[index].leaf.reward or 0.0 for index in own])
+            counts = []
+            for index in own:
+                counts.append(sum(step.num_loss_tokens for step in members[index].steps))
+            lengths.append(counts)
+    values = whitened(rewards, lengths, has_baseline=has_baseline)
+    for (column, own), found in zip(places, values, strict=True):
+        column[own] = found
     return outcomes
 
 
@@ -233,6 +226,7 @@ def outcome_advantages(
     Raises:
         ValueError: a name that is unknown, or compares a whole batch.
     """
+    # Rollouts from another place had another task before them.
     groups = by_place([path.start_id for path in members])
     if len(groups) > 1 and is_apart:
         found = np.zeros(len(members))
@@ -267,36 +261,35 @@ def _step_advantages(
     """[steps] mean advantages; None where the policy wrote nothing or no live leaf lies below.
 
     Args:
-        more: what each step has besides, by trajectory and step id.
+        more: what each step has in addition, by trajectory and step id.
     """
     below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
     for index, path in enumerate(members):
         for step in path.steps:
             below[step.id].append(index)
     means = shared_advantages(advantages, list(below.values()))
-    added = {
-        name: fmean(more[index, name] for index in owners)
-        if more and (owners[0], name) in more
-        else 0.0
-        for name, owners in below.items()
-        if owners
-    }
-    return [
-        float(mean) + added[step.id] if below[step.id] and step.num_sampled else None
-        for step, mean in zip(tree.steps, means, strict=True)
-    ]
+    found: list[float | None] = []
+    for step, mean in zip(tree.steps, means, strict=True):
+        owners = below[step.id]
+        if not owners or not step.num_sampled:
+            found.append(None)
+        elif more and (owners[0], step.id) in more:
+            found.append(float(mean) + fmean(more[index, step.id] for index in owners))
+        else:
+            found.append(float(mean))
+    return found
 
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
     """Product over the steps above the leaf of the policy's children of that step."""
     # Without the root, stored steps and retries: how many rollouts begin there is our choice, not
     # the policy's.
-    num_children = Counter(
-        step.parent
-        for step in tree.steps
-        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause)
-    )
-    above = [
-        step for step in tree.path(leaf.step_id)[1:-1] if not isinstance(step.cause, StoredCause)
-    ]
-    return math.prod(float(max(1, num_children[step.id])) for step in above)
+    num_children: Counter[str | None] = Counter()
+    for step in tree.steps:
+        if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause):
+            num_children[step.parent] += 1
+    product = 1.0
+    for step in tree.path(leaf.step_id)[1:-1]:
+        if not isinstance(step.cause, StoredCause):
+            product *= max(1, num_children[step.id])
+    return product

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,8 @@ def group_advantages(
     singleton through.
 
     Raises:
-        ValueError: an unknown scale, or a reward that is not a finite number.
+        ValueError: a reward that is not a finite number.
     """
-    if scale not in get_args(Scale):
-        raise ValueError(
-            f"group_advantages: scale is '{scale}'; expected one of {', '.join(get_args(Scale))}"
-        )
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError(
@@ -96,6 +92,7 @@ def whitened(
     total = counts.sum()
     if total < 2 or (every[counts > 0] == every[counts > 0][0]).all():
         return [np.zeros_like(group) for group in values]
+    # Over tokens, as in the paper: a long trajectory counts more than a short one.
     mean = (counts * every).sum() / total
     variance = (counts * (every - mean) ** 2).sum() / (total - 1)
     return [(group - mean) / math.sqrt(variance + eps) for group in values]

@@ -107,7 +107,7 @@ class PassScores:
 def loss_terms(batch: LossBatch, scores: PassScores, settings: LossForm) -> dict[str, Tensor]:
     """Returns the terms of the loss, each without its weight, and what is measured of them.
 
-    Ours: one dictionary for all terms; the papers of each stand at its function.
+    Ours: one dictionary for all terms; the papers of each are at its function.
 
     policy              [C] w l
     kl                  [C] k3, with a reference alone

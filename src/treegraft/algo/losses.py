@@ -44,7 +44,7 @@ def clipped_surrogate(
     2503.14476, eq. 10); dual clip from Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv
     2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts stands at 1 + m F where
     others stand at 1, so for A > 0 it reaches the upper end earlier. Dual clip too acts on r̂; where
-    r̂ = c the gradient is kept.
+    r̂ = c the gradient remains.
 
     Args:
         logprobs, old_logprobs, advantages: [C]; the last two detached.
@@ -118,14 +118,9 @@ def imitated_loss(
 
     Args:
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
-        advantages: [D] of the trajectory that holds the graft, detached.
+        advantages: [D] of the trajectory with the graft, detached.
         coef, gamma: c and γ.
-
-    Raises:
-        ValueError: an unknown form.
     """
-    if form not in ("log", "luffy"):
-        raise ValueError(f"imitated_loss: form is '{form}'; expected 'log' or 'luffy'")
     # π / (π + γ) = sigmoid(log π - log γ), which neither overflows nor divides by a vanishing sum.
     raised = logprobs if form == "log" else torch.sigmoid(logprobs - math.log(gamma))
     return -coef * advantages.clamp(min=0.0) * raised
@@ -175,20 +170,12 @@ def contribution_weights(
     Args:
         leaf_weights: [N] w_i, which sum to 1 over each group.
         lengths: [N] |y_i|; a trajectory of length 0 gets factor 0.
-
-    Raises:
-        ValueError: an unknown aggregation.
     """
     # A step whose only loss tokens belong to leaves of weight 0 has no token to divide by.
     if aggregation == "token-mean":
         factors = leaf_weights / max(denominators.weighted_tokens, 1e-12)
     elif aggregation == "sequence-mean":
         factors = leaf_weights / (lengths.clamp(min=1.0) * denominators.num_groups)
-    elif aggregation == "sequence-sum":
-        factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
     else:
-        raise ValueError(
-            f"contribution_weights: aggregation is '{aggregation}'; expected token-mean,"
-            " sequence-mean or sequence-sum"
-        )
+        factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
     return torch.where(lengths > 0, factors, torch.zeros_like(factors))

@@ -88,7 +88,7 @@ def combined_advantages(
     paper prints none). Where all Z are equal, as without any graft, the outcome's advantages come
     back unchanged. The factor acts on failures too: a good retrieval in a failed rollout makes its
     penalty larger. 1 + a A_ret turns negative, and the advantage its sign, below A_ret = -1/a; a
-    group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that takes a group of 27 or more.
+    group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that needs a group of 27 or more.
 
     Args:
         outcome_advantages: [leaves] A_acc.
@@ -96,7 +96,7 @@ def combined_advantages(
         weight: a.
 
     Raises:
-        ValueError: columns of different lengths, or a value that is not a finite number.
+        ValueError: columns of different lengths.
     """
     outcomes = np.asarray(outcome_advantages, dtype=np.float64)
     rewards = np.asarray(retrieval_rewards, dtype=np.float64)
@@ -104,11 +104,6 @@ def combined_advantages(
         raise ValueError(
             f"combined_advantages: got {outcomes.size} outcome advantages and {rewards.size}"
             " retrieval rewards; expected two flat lists with one entry for each leaf of the group"
-        )
-    if not (np.isfinite(outcomes).all() and np.isfinite(rewards).all()):
-        raise ValueError(
-            f"combined_advantages: got {outcome_advantages!r} and {retrieval_rewards!r}; expected"
-            " finite numbers"
         )
     if rewards.size < 2 or (rewards == rewards[0]).all():
         return outcomes.copy()
@@ -158,13 +153,11 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
 def inexact_neighbours(tree: Tree) -> set[str]:
     """Returns the ids of the steps around grafts whose entropies are of an engine's top-k tokens
     alone, which the retrieval reward (arXiv 2603.03078, eq. 5) cannot use."""
-    return {
-        step.id
-        for path in tree.trajectories()
-        for pair in graft_neighbours(path.steps)
-        for step in pair
-        if step.entropy_kind is not EntropyKind.EXACT
-    }
+    found: set[str] = set()
+    for path in tree.trajectories():
+        for pair in graft_neighbours(path.steps):
+            found.update(step.id for step in pair if step.entropy_kind is not EntropyKind.EXACT)
+    return found
 
 
 def inexact_steps(tree: Tree) -> set[str]:
@@ -184,14 +177,14 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     arXiv 2603.03078, eq. 5 to 7).
 
     A branch inherits the grafts above it. The entropies are means over the tokens the policy
-    sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
+    sampled in a step; tool results, which the paper's unit also contains, were not drawn from a
     distribution. They are those recorded by the engine, in bfloat16 too; the learner's only where
     the engine knew no more than its top k tokens.
     """
-    entropies = [
-        [fmean(step.sampled_entropies) for step in pair] for pair in graft_neighbours(path.steps)
-    ]
-    rewards = [retrieval_reward(before, after, variant=variant) for before, after in entropies]
+    rewards = []
+    for pair in graft_neighbours(path.steps):
+        before, after = (fmean(step.sampled_entropies) for step in pair)
+        rewards.append(retrieval_reward(before, after, variant=variant))
     return fmean(rewards) if rewards else 0.0
 
 
@@ -202,7 +195,10 @@ def path_retrieved_frac(path: Trajectory) -> float:
     Source: RAPO, arXiv 2603.03078, eq. 8.
     """
     # Stored steps that the rollout began below are history, as the prompt is.
-    after = [step for step in path.steps[1:] if not isinstance(step.cause, StoredCause)]
-    num_tokens = sum(step.num_tokens for step in after)
-    num_retrieved = sum(step.num_by(Origin.RETRIEVED) for step in after)
+    num_tokens = 0
+    num_retrieved = 0
+    for step in path.steps[1:]:
+        if not isinstance(step.cause, StoredCause):
+            num_tokens += step.num_tokens
+            num_retrieved += step.num_by(Origin.RETRIEVED)
     return num_retrieved / num_tokens if num_tokens else 0.0

@@ -9,7 +9,6 @@ learner's (packed trees). No mask function is registered, so none is made.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from torch.nn import functional
 
 from treegraft.core.errors import ModelError
 from treegraft.policy.output_head import base_model
-
-_log = logging.getLogger(__name__)
 
 ATTENTION = "treegraft"
 MASKED = -1e30
@@ -138,62 +135,11 @@ def structure_problem(model: nn.Module, num_calls: int) -> str | None:
     return None
 
 
-UNITS = (1, 2, 4, 8, 16, 32)
-
-
-def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
-    """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row
-    alike, however many there are.
-
-    Measured, for the present number of threads: the CPU's matrix library cuts rows into
-    tiles, threads cut them once more, and the rows of an incomplete tile take another path. 1 where
-    bits do not matter: on other devices, in other types.
-    """
-    return (
-        _steady_rows(width, torch.get_num_threads())
-        if dtype == torch.float32 and device == "cpu"
-        else 1
-    )
-
-
-@functools.cache
-def _steady_rows(width: int, num_threads: int) -> int:
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (
-        torch.randn(5, 2, rows, width, generator=generator, dtype=torch.float32)
-        for rows in (2 * UNITS[-1], SPAN, SPAN)
-    )
-    weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator, dtype=torch.float32)
-    # As behind a path's last token: products over more positions must not change those before.
-    weights[..., 64:] = 0.0
-
-    def products(batch: int, heads: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
-        weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
-        return scores[0, 0, :, :64], weighted[0, 0]
-
-    whole = products(5, 2, 2 * UNITS[-1], SPAN)
-
-    def is_steady(unit: int) -> bool:
-        return all(
-            torch.equal(part, full[:count])
-            for count in range(unit, 2 * UNITS[-1] + 1, unit)
-            # Threads divide the batch and the heads among them, some of them unevenly.
-            for batch, heads in ((1, 1), (1, 2), (2, 1), (3, 1), (5, 2))
-            for length in (64, 192, SPAN)
-            for part, full in zip(products(batch, heads, count, length), whole, strict=True)
-        )
-
-    found = next((unit for unit in UNITS if is_steady(unit)), None)
-    if found is None:
-        _log.warning(
-            "attention: on this machine the rounding of a row depends on the rows beside it (width"
-            " %d, %d threads): completions may differ by rounding from run to run",
-            width,
-            num_threads,
-        )
-    # The largest tried: of all it leaves the fewest incomplete tiles.
-    return found or UNITS[-1]
+ROWS = 32
+"""Queries of a float32 product on a CPU come in multiples of it, so that a row has the same bits in
+any company: the matrix library cuts rows into tiles, threads cut them once more, and the rows of an
+incomplete tile take another path. 4 would do for most widths and numbers of threads that were
+tried; of none was a smaller multiple than 32 steadier."""
 
 
 def partial_attention(
@@ -209,7 +155,7 @@ def partial_attention(
     """
     count = query.shape[-2]
     # Rows of zeros, which see nothing of their own and are cut off again below.
-    missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
+    missing = -count % ROWS if query.is_cpu and query.dtype == torch.float32 else 0
     if missing > 0:
         query = functional.pad(query, (0, 0, 0, missing))
         visible = visible if visible.shape[-2] == 1 else functional.pad(visible, (0, 0, 0, missing))

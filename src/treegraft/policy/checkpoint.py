@@ -17,25 +17,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from treegraft.core.files import remove_folder
 from treegraft.core.interfaces import LearnerLike
 from treegraft.policy.output_head import base_model
-from treegraft.policy.shards import TensorFiles, write_rows
+from treegraft.policy.shards import TensorFiles
 from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
     TrainState,
     checksums_of,
-    read_state,
     state_json,
-    unreadable,
 )
 from treegraft.runs.trust import remember, settings_of
 
@@ -109,25 +106,17 @@ def write_model(folder: Path, model: Any, weights: Iterable[tuple[str, Tensor]])
     inner = base_model(model)
     # Without the second name of tied weights, which safetensors would store twice.
     tied = getattr(inner, "all_tied_weights_keys", None) or {}
+    # Cloned, since safetensors refuses tensors that share memory.
     own = {name: x.detach().cpu().clone() for name, x in weights if name not in tied}
     inner.save_pretrained(folder, state_dict=own)
 
 
-def write_optimiser(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Writes the optimiser's state into the folder of a checkpoint."""
-    write_rows(folder / "treegraft" / "optimiser.safetensors", state, is_first=True)
+def optimiser_file(folder: Path, suffix: str) -> Path:
+    """Returns where the optimiser's state, or the rows of one rank, lies in a checkpoint."""
+    return folder / "treegraft" / f"optimiser{suffix}.safetensors"
 
 
-def read_optimiser(folder: Path) -> dict[str, Tensor]:
+def optimiser_files(folder: Path) -> TensorFiles:
     """Returns the optimiser's state in a checkpoint; the weights are loaded by `load.load_model`
-    from the folder itself.
-
-    Raises:
-        CheckpointError: not a checkpoint of ours, of another format version, or damaged.
-    """
-    read_state(folder)
-    try:
-        files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
-        return {name: files.whole(name) for name in files.names}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise unreadable(folder, error) from error
+    from the folder itself. Raises `CheckpointError` for a file that cannot be read."""
+    return TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))

@@ -237,10 +237,11 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
     config = model.config.get_text_config()
     # Modules keep the values that they were made with.
     for one in (config, *model.modules()):
-        rates = [name for name, value in vars(one).items() if isinstance(value, float)]
-        own = [name for name in rates if name.endswith(("dropout", "pdrop", "layerdrop"))]
-        for name in [*own, "p"] if isinstance(one, _DropoutNd) else own:
-            setattr(one, name, 0.0)
+        for name, value in list(vars(one).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "pdrop", "layerdrop")):
+                setattr(one, name, 0.0)
+        if isinstance(one, _DropoutNd):
+            one.p = 0.0
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             f"model '{path}': its configuration asks for a mixture-of-experts balance loss, which"

@@ -27,8 +27,8 @@ _ROOMY_FLOATS = 3 * (1 << 27)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model, such as ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1,
-    head_dim=8, hidden_size=16, vocab_size=100)."""
+    """The sizes of a model, such as ModelShape(num_weights=9000, num_layers=2, num_heads=2,
+    num_kv_heads=1, head_dim=8, hidden_size=16, inner_width=64, vocab_size=100)."""
 
     num_weights: int
     """A head that is tied to the embeddings counts once."""
@@ -37,10 +37,9 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     vocab_size: int
-    num_heads: int = 0
-    """0 where not known: hidden_size / head_dim is taken."""
-    intermediate_size: int = 0
-    """0 where not known: 4 times the width is taken."""
+    num_heads: int
+    inner_width: int
+    """Of the feed-forward part."""
     is_tied: bool = False
     has_head_norms: bool = False
     """Whether each head of queries and keys has a norm, as in Qwen3."""
@@ -62,7 +61,8 @@ class ModelShape:
             hidden_size=fields["hidden_size"],
             vocab_size=fields["vocab_size"],
             num_heads=heads,
-            intermediate_size=fields.get("intermediate_size") or 0,
+            # As models without a field of this name have it.
+            inner_width=fields.get("intermediate_size") or 4 * fields["hidden_size"],
             is_tied=bool(fields.get("tie_word_embeddings")),
             has_head_norms=str(fields.get("model_type")).startswith("qwen3"),
         )
@@ -74,14 +74,9 @@ class ModelShape:
         return cls.of_config(model.config.get_text_config().to_dict(), num_weights)
 
     @property
-    def inner_width(self) -> int:
-        """Width of the feed-forward part."""
-        return self.intermediate_size or 4 * self.hidden_size
-
-    @property
     def query_width(self) -> int:
         """Query heads times their width."""
-        return self.num_heads * self.head_dim or self.hidden_size
+        return self.num_heads * self.head_dim
 
     @property
     def num_layer_weights(self) -> int:
@@ -196,6 +191,7 @@ def published_shape(path: str) -> dict[str, Any]:
             f"model.path: got '{path}', expected one of {', '.join(known)}.{nearest(path, known)}",
             code="unknown-shape",
         )
+    # A copy, to which callers add fields of their own.
     return dict(table[name])
 
 

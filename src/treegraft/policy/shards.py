@@ -1,7 +1,7 @@
 """Tensors in safetensors files of which each holds some rows: one file for each rank, or one alone.
 
-The metadata of a file say at which row of the whole tensor each of its tensors begins; without
-them its tensors are whole. So files of any number of ranks are read by any other number.
+The metadata of a file say at which row of the whole tensor each of its tensors begins. So files of
+any number of ranks are read by any other number.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def write_rows(path: Path, tensors: Mapping[str, Any], *, is_first: bool) -> Non
             # Cloned: safetensors refuses tensors that share memory.
             own[name] = local.detach().cpu().contiguous().clone()
             rows[name] = first
-    whole = all(
-        first == 0 and own[name].shape == tensors[name].shape for name, first in rows.items()
-    )
-    save_file(own, path, None if whole else {"rows": json.dumps(rows)})
+    save_file(own, path, {"rows": json.dumps(rows)})
 
 
 class TensorFiles:
@@ -92,6 +89,7 @@ class TensorFiles:
     def rows(self, name: str, first: int, count: int) -> Tensor:
         """Returns `count` rows of a tensor; a KeyError where no file has them all."""
         found = []
+        # By their rows: files are in the order of their names.
         for start, file in sorted(self._parts[name], key=lambda one: one[0]):
             part = file.get_slice(name)
             low = max(first - start, 0)

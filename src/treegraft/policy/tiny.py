@@ -71,6 +71,7 @@ def build_random_model(fields: Mapping[str, Any], dtype: torch.dtype, seed: int)
     device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    # for_model has it as a parameter by place.
     others = {name: value for name, value in fields.items() if name != "model_type"}
     config = AutoConfig.for_model(fields["model_type"], bos_token_id=None, **others)
     with seeded(seed):

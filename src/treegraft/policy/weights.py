@@ -22,13 +22,12 @@ _MODULUS = 1 << 64
 
 def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Returns a checksum of names, types, shapes and bits, computed where the tensors lie."""
-    sums = [bit_sum(tensor) for tensor in weights.values()]
-    return fingerprint_of(
-        {
-            name: (str(tensor.dtype), tuple(tensor.shape), int(total))
-            for (name, tensor), total in zip(weights.items(), sums, strict=True)
-        }
-    )
+    # All sums first: the host would wait for a GPU at each.
+    sums = {name: bit_sum(tensor) for name, tensor in weights.items()}
+    facts = {}
+    for name, tensor in weights.items():
+        facts[name] = (str(tensor.dtype), tuple(tensor.shape), int(sums[name]))
+    return fingerprint_of(facts)
 
 
 def fingerprint_of(sums: Mapping[str, tuple[str, tuple[int, ...], int]]) -> str:
@@ -117,6 +116,7 @@ def named_weights(
             if gather is None:
                 delta = module.get_delta_weight("default")
             else:
+                # Products of parts are no part of the product.
                 value = gather(tensor)
                 b, a = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
                 delta = _product(b, a, module)

@@ -21,14 +21,10 @@ HEADER = "vectors.h"
 
 def find_compiler() -> str | None:
     """Returns the path of $CC, cc, gcc or clang; None where there is none."""
-    return next(
-        (
-            found
-            for name in (os.environ.get("CC", "cc"), "gcc", "clang")
-            if (found := shutil.which(name))
-        ),
-        None,
-    )
+    for name in (os.environ.get("CC", "cc"), "gcc", "clang"):
+        if found := shutil.which(name):
+            return found
+    return None
 
 
 def compiled(name: str, definitions: Sequence[str]) -> Path:

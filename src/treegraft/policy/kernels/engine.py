@@ -209,6 +209,7 @@ class Kernels:
 def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
     """Returns the kernels for heads of `width`; None where there are none (another device or type)
     or they cannot be made."""
+    # In bfloat16 two elements are read as one word, so an odd width has no layout.
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
         return None
     return _kernels(width, dtype)

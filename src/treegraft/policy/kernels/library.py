@@ -29,6 +29,7 @@ def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL
     Raises:
         KernelError: it cannot be compiled or loaded.
     """
+    # Constants of the program: its loops are unrolled by the width.
     definitions = (f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ()))
     try:
         library = ctypes.CDLL(str(compiled(name, definitions)))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from treegraft.policy.deal import deal
 from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,
@@ -52,21 +53,13 @@ class TreeRuns:
         """Args:
         nodes: (first token, end, end of the subtree) each, in their order.
         """
-        runs = [
-            (at, min(RUN, end - at), subtree_end)
-            for start, end, subtree_end in nodes
-            for at in range(start, end, RUN)
-        ]
+        runs = []
+        for start, end, subtree_end in nodes:
+            for at in range(start, end, RUN):
+                runs.append((at, min(RUN, end - at), subtree_end))
         self.num_tokens = num_tokens
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
-        loads = [0] * self.num_shares
-        owners = [0] * len(runs)
-        work = [count * (end - start) for start, count, end in runs]
-        # The largest first, each to the share with least work. Shares are fixed before the threads
-        # start, so that sums over them have one order whatever the threads' speed.
-        for index in sorted(range(len(runs)), key=lambda index: -work[index]):
-            owners[index] = min(range(self.num_shares), key=loads.__getitem__)
-            loads[owners[index]] += work[index]
+        owners = deal([count * (end - start) for start, count, end in runs], self.num_shares)
         rows = [(*run, owner) for run, owner in zip(runs, owners, strict=True)]
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
 

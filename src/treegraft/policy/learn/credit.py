@@ -11,11 +11,10 @@ from typing import Any
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes, scale_of
 from treegraft.algo.groups import Floats
-from treegraft.core.errors import SettingError, about
-from treegraft.core.import_paths import load_object
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import CreditRule, EntropyScorer
 from treegraft.core.kinds import OutcomeKind
-from treegraft.core.registry import registered, weighed
+from treegraft.core.registry import find, registered, weighed
 from treegraft.core.types import Step, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.policy import CreditSettings
@@ -38,7 +37,7 @@ def find_credit(config: Config, rule: CreditRule | None = None) -> Credit:
     """Returns what [credit] names.
 
     Args:
-        rule: takes the place of the function that credit.rule names; None for that one.
+        rule: in place of the function that credit.rule names; None for that one.
 
     Raises:
         SettingError: there is no such function, or none that credit.advantage or
@@ -53,17 +52,23 @@ def find_credit(config: Config, rule: CreditRule | None = None) -> Credit:
     )
 
 
+def _named(name: str, seam: str, expected: str) -> Any:
+    """The function that an extension has registered, or that at an import path."""
+    setting = f"credit.{seam}"
+    found = find(name, {}, seam, setting)
+    if not callable(found) and not isinstance(found, OutcomeKind):
+        raise SettingError(
+            f"{setting}: '{name}' is a {type(found).__name__}; expected {expected}.",
+            settings=[setting],
+            code=f"credit-{seam}-invalid",
+        )
+    return found
+
+
 def _rule(name: str | None) -> CreditRule | None:
     if name is None:
         return None
-    with about("credit.rule"):
-        rule: CreditRule = load_object(name)
-    if not callable(rule):
-        raise SettingError(
-            f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"
-            " tree and returns it.",
-            code="credit-rule-invalid",
-        )
+    rule: CreditRule = _named(name, "rule", "a function that takes a tree and returns it")
     return rule
 
 
@@ -96,10 +101,12 @@ def credit_trees(trees: Sequence[Tree], config: Config, found: Credit | None = N
             trees, has_baseline=kind == "reinforce++-baseline", restarts=config.credit.restarts
         )
     credited = [how(tree, outcomes=known) for tree, known in zip(trees, outcomes, strict=True)]
+    # After the built-in credit, whose advantages they change.
     for refine, weight in found.refinements:
         credited = refine(credited, weight=weight)
     if found.rule is None:
         return credited
+    # Last, so that the user's rule has the final word.
     return [_ruled(tree, found.rule, credit.rule) for tree in credited]
 
 
@@ -118,17 +125,9 @@ def credit_by_entropy(
 def _outcome(name: str) -> Any:
     """The core's names as they are; an extension's comparison of outcomes; or that at an import
     path, an `OutcomeKind` or its function alone."""
-    if ":" not in name:
-        entry = registered("advantage").get(name)
-        return name if entry is None else entry.load()
-    with about("credit.advantage"):
-        found = load_object(name)
-        if not isinstance(found, OutcomeKind) and not callable(found):
-            raise SettingError(
-                f"credit.advantage: '{name}' is a {type(found).__name__}; expected a function of"
-                " trajectories and eps, or an OutcomeKind.",
-                code="credit-advantage-invalid",
-            )
+    if ":" not in name and name not in registered("advantage"):
+        return name
+    found = _named(name, "advantage", "a function of trajectories and eps, or an OutcomeKind")
     return found if isinstance(found, OutcomeKind) else OutcomeKind(compare=found)
 
 
@@ -137,15 +136,7 @@ def _attribution(credit: CreditSettings) -> Any:
     name = credit.attribution
     if name in ("soft", "hard"):
         return name
-    with about("credit.attribution"):
-        entry = registered("attribution").get(name)
-        found = load_object(name) if entry is None else entry.load()
-        if not callable(found):
-            raise SettingError(
-                f"credit.attribution: '{name}' is a {type(found).__name__}; expected a function of"
-                " trajectories, credit and scale.",
-                code="credit-attribution-invalid",
-            )
+    found = _named(name, "attribution", "a function of trajectories, credit and scale")
     return partial(found, credit=credit, scale=scale_of(credit.advantage))
 
 
@@ -178,32 +169,20 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
         ) from error
     # A NaN would reach every weight of the model with the next optimiser step.
     for leaf in found.leaves:
-        counts = leaf.status.rule.in_group
-        if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
+        has_one = leaf.advantage is not None and math.isfinite(leaf.advantage)
+        if not (has_one if leaf.status.rule.in_group else leaf.advantage is None):
             raise SettingError(
                 f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite"
-                " number.",
+                " number, or None of a leaf that has failed and left the group.",
                 code="advantage-not-finite",
-            )
-        if not counts and leaf.advantage is not None:
-            raise SettingError(
-                f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage"
-                " None.",
-                code="advantage-of-failed",
             )
     for step in found.steps:
-        if step.advantage is not None and not math.isfinite(step.advantage):
-            raise SettingError(
-                f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite"
-                " number or None.",
-                code="advantage-not-finite",
-            )
         factors = () if step.credit_factors is None else tuple(step.credit_factors.tolist())
-        if not all(map(math.isfinite, factors)):
+        if not all(map(math.isfinite, (step.advantage or 0.0, *factors))):
             raise SettingError(
-                f"{where}: step '{step.id}' has credit_factors {factors}; expected finite numbers,"
-                " one for each of its tokens, or None.",
-                code="credit-factors-invalid",
+                f"{where}: step '{step.id}' has advantage {step.advantage} and credit_factors"
+                f" {factors}; expected finite numbers, one factor for each of its tokens, or None.",
+                code="advantage-not-finite",
             )
     return found
 

@@ -37,7 +37,7 @@ def probe_tree(num_tokens: int) -> PackedTree:
     """Returns a prompt of half the tokens with two branches, the second with two of a single token:
     for `num_tokens` 401 a prompt of 201 and branches of 99.
 
-    Odd sizes are asked for, lengths that are no multiple of a tile or a run: there kernels go wrong
+    Callers name odd sizes, lengths that are no multiple of a tile or a run: there kernels go wrong
     first.
     """
     prompt = num_tokens // 2 + 1
@@ -131,6 +131,7 @@ def distance_from_dense(
 
     def drawn(heads: int) -> Tensor:
         return (
+            # Drawn on the CPU, since each device would draw other numbers.
             torch.randn(heads, tree.end, shape.width, generator=generator, dtype=torch.float32)
             .to(device, dtype)
             .requires_grad_()
@@ -149,15 +150,14 @@ def distance_from_dense(
             outputs,
             *zip(*(torch.autograd.grad(x, inputs, upstream) for x in outputs), strict=True),
         ]
-    found = [(ours.detach().float(), exact.detach().float()) for ours, exact in pairs]
-    return float(torch.stack([(ours - exact).norm() / exact.norm() for ours, exact in found]).max())
+    gaps = []
+    for ours, exact in pairs:
+        exact = exact.detach().float()
+        gaps.append((ours.detach().float() - exact).norm() / exact.norm())
+    # By torch, in whose maximum NaN wins.
+    return float(torch.stack(gaps).max())
 
 
 def exactness(dtype: torch.dtype) -> float:
     """Returns the largest distance of outputs or gradients from a dense mask's that is rounding."""
     return 1e-3 if dtype == torch.float32 else 0.05
-
-
-def is_exact(gap: float, dtype: torch.dtype) -> bool:
-    """Returns whether a distance of outputs or gradients from a dense mask's is rounding."""
-    return gap <= exactness(dtype)

@@ -2,9 +2,7 @@
 compared with a dense mask before it is used.
 
 A block mask of the whole batch says which 128 x 128 squares are empty, full or mixed, so that time
-and memory follow the tokens that see each other. It is made from the nodes' intervals, cut at block
-borders: one such stretch sees another wholly, not at all, or up to a diagonal, so no mask of single
-tokens is needed.
+and memory follow the tokens that see each other.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from treegraft.policy.attention_hook import AttentionOptions
-from treegraft.policy.learn.dense import AttentionShape, distance_from_dense, is_exact, probe_tree
+from treegraft.policy.learn.dense import AttentionShape, distance_from_dense, exactness, probe_tree
 from treegraft.policy.learn.pack import Node
 from treegraft.policy.output_head import first_line, layer_heads
 
@@ -31,8 +29,6 @@ BLOCK = 128
 """Tokens along the side of a square; packs on a GPU are padded to a multiple of it."""
 MIN_TOKENS = 1024
 """Packed tokens from which block masks are taken on a GPU. A guess: not measured."""
-_PAIRS = 1 << 22
-"""Pairs of stretches that are compared at once."""
 
 WIDE = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32}
 WIDE |= {"bwd_num_warps": 8}
@@ -81,67 +77,38 @@ def tree_block_mask(
     of them: j <= i < end(node of j), and position_i - position_j < window where there is one.
 
     Args:
-        nodes: of all trees in depth-first order; they cover the tokens from 0 without a gap.
+        nodes: of all trees in depth-first order; they cover the tokens from 0 without a gap, in
+            whole blocks.
     """
-    starts = np.array([node.start for node in nodes])
-    lengths = np.array([node.end - node.start for node in nodes])
     total = nodes[-1].end
+    lengths = [node.end - node.start for node in nodes]
     ends = np.repeat([node.subtree_end for node in nodes], lengths)
-    before = np.array([num_tokens_of(path[:-1]) for path in paths_of(nodes)])
-    positions = np.arange(total) + np.repeat(before - starts, lengths)
-    partial, full = (
-        torch.from_numpy(table).to(device) for table in _blocks(starts, ends, positions, window)
-    )
-    seen_until, place = (torch.from_numpy(column).to(device) for column in (ends, positions))
+    before = [num_tokens_of(path[:-1]) - path[-1].start for path in paths_of(nodes)]
+    positions = np.arange(total) + np.repeat(before, lengths)
+    seen_until = torch.from_numpy(ends).to(device)
+    place = torch.from_numpy(positions).to(device)
 
     def is_visible(_: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
         visible = (column <= row) & (row < seen_until[column])
         return visible if window is None else visible & (place[row] - place[column] < window)
 
+    columns = torch.arange(total, device=device)
+    counts = []
+    # One row of blocks at a time: all pairs of tokens at once would take gigabytes for a large
+    # pack, which is why it is not `create_block_mask` itself.
+    for rows in columns.split(BLOCK):
+        seen = is_visible(0, 0, rows[:, None], columns)
+        counts.append(seen.view(BLOCK, -1, BLOCK).sum(dim=(0, 2)))
+    table = torch.stack(counts)
+    # Full blocks run without the mask's function, which costs time in each score.
+    is_full = table == BLOCK * BLOCK
     return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
+        *_ordered((table > 0) & ~is_full),
+        *_ordered(is_full),
         BLOCK_SIZE=BLOCK,
         mask_mod=is_visible,
         seq_lengths=(total, total),
     )
-
-
-def _blocks(
-    starts: np.ndarray, ends: np.ndarray, positions: np.ndarray, window: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """[blocks, blocks] which squares are partly seen, and which wholly."""
-    total = len(ends)
-    count = -(-total // BLOCK)
-    # Stretches of one node within one block: their tokens have consecutive positions, and other
-    # stretches see all of them or none, but for the window.
-    first = np.unique(np.concatenate([starts, np.arange(0, total, BLOCK)]))
-    size = np.diff(first, append=total)
-    end = ends[first]
-    place = positions[first]
-    # Where each block's stretches begin.
-    border = np.searchsorted(first, np.arange(0, total, BLOCK))
-    limit = np.iinfo(np.int64).max if window is None else window
-    some, whole = np.zeros((2, count, count), dtype=np.int64)
-    step = max(1, _PAIRS * count // len(first) ** 2)
-    for row in range(0, count, step):
-        begin = border[row]
-        until = border[row + step] if row + step < count else len(first)
-        own = np.arange(begin, until)[:, None]
-        other = np.arange(until)[None]
-        below = (other < own) & (first[own] < end[other])
-        itself = own == other
-        seen = below & (place[own] - (place[other] + size[other] - 1) < limit) | itself
-        # A stretch sees itself below the diagonal alone, unless it is a single token.
-        all_seen = below & (place[own] + size[own] - 1 - place[other] < limit)
-        all_seen |= itself & (size[own] == 1)
-        columns = border[border < until]
-        rows = border[row : row + step] - begin
-        for table, values in ((some, seen), (whole, all_seen * size[own] * size[other])):
-            sums = np.add.reduceat(values.astype(np.int64), columns, axis=1)
-            table[row : row + step, : len(columns)] = np.add.reduceat(sums, rows, axis=0)
-    is_full = whole == BLOCK * BLOCK
-    return (some > 0) & ~is_full, is_full
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +128,7 @@ def flex_attend(
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
     modify = None if options.softcap is None else _softcap(options.softcap)
-    # At each call: torch keeps the limit by thread, and a layer that is computed again runs in one
+    # At each call: torch has the limit by thread, and a layer that is computed again runs in one
     # of autograd's.
     dynamo: Any = torch._dynamo.config
     if dynamo.recompile_limit < RECOMPILES:
@@ -248,7 +215,8 @@ def proven_flex(
     try:
         flex = compiled_flex()
         gap = flex_distance(flex, shape, dtype, device, num_tokens)
-        if not is_exact(gap, dtype):
+        # Asked this way round, so that NaN is a problem.
+        if not gap <= exactness(dtype):
             problem = f"FlexAttention is off by {gap:.3g} of its length"
     except torch.OutOfMemoryError:
         raise

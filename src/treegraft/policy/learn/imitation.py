@@ -23,6 +23,7 @@ def imitation_packs(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
     limit = min(map(len, prompts)) - 1
     shared = next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
     if shared < MIN_SHARED:
+        # A short beginning costs less than the further nodes of a joined tree.
         shared = 0
     packs = []
     sizes = [num_tree_tokens(tree) - shared for tree in trees]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from torch import Tensor
 from treegraft.algo.loss import ImitatedBatch, LossBatch, PassScores, loss_terms, total_loss
 from treegraft.algo.losses import Denominators, contribution_weights
 from treegraft.algo.rapo import inexact_neighbours, inexact_steps, shaping_factor
-from treegraft.core.errors import CheckpointError, ModelError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interfaces import WeightSource
 from treegraft.core.team import Alone, Team
 from treegraft.core.types import EntropyKind, Step, Tree
 from treegraft.policy.attention_hook import install_attention
-from treegraft.policy.checkpoint import read_optimiser, write_model, write_optimiser
+from treegraft.policy.checkpoint import optimiser_file, optimiser_files, write_model
+from treegraft.policy.deal import deal
 from treegraft.policy.learn.imitation import imitation_packs
-from treegraft.policy.learn.lessons import shared_out, teach, weight_of
+from treegraft.policy.learn.lessons import lessons_loss, shared_out, weight_of
 from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.objective import find_form
 from treegraft.policy.learn.optimiser import MasterAdamW
@@ -40,7 +41,6 @@ from treegraft.policy.learn.plan import (
     Plan,
     by_step,
     combined,
-    deal,
     exchanged,
     gathered,
     plan_passes,
@@ -51,6 +51,7 @@ from treegraft.policy.learn.plan import (
 from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import Scores, ScoringModel, check_head, packing_problem
 from treegraft.policy.output_head import base_model
+from treegraft.policy.shards import write_rows
 from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -92,11 +93,12 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
-            shares_card: another process may want what passes took of a GPU, so it is given back
-                after each update.
+            shares_card: another process may want what passes used of a GPU, so it is freed after
+                each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
+            SettingError: grafts are to be imitated by a model whose trees cannot be packed.
         """
         self.model = model
         self.settings = learn
@@ -109,6 +111,12 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if is_packed := self.packing_problem is None:
             install_attention(model)
+        elif loss.graft_coef:
+            raise SettingError(
+                f"loss.graft_coef: got {loss.graft_coef:g}, expected 0 for a model whose trees are"
+                f" run row by row, since {self.packing_problem}.",
+                code="grafts-not-packed",
+            )
         self._team = team or Alone()
         self._shares_card = shares_card
         self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
@@ -120,13 +128,6 @@ class Learner:
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
         """The module through which all passes run, where its weights are to lie."""
-        # Weights of a DTensor that are used outside their own module's forward pass get no
-        # gradient from the others, without an error.
-        if any(hasattr(weight, "placements") for weight in scoring.parameters()):
-            raise ModelError(
-                "learner: got divided weights (DTensor), expected a whole model; torchrun divides",
-                code="weights-divided",
-            )
         return scoring
 
     @property
@@ -162,23 +163,25 @@ class Learner:
             everywhere: where any step is scored, so are all of all trees: a comparison of tokens by
                 entropy, as in `algo.aepo`, needs them of one kind.
         """
-        wanted = [inexact_neighbours(tree) for tree in trees]
+        wanted = list(map(inexact_neighbours, trees))
         if everywhere and any(wanted):
-            wanted = [inexact_steps(tree) for tree in trees]
+            wanted = list(map(inexact_steps, trees))
         indices = [n for n, names in enumerate(wanted) if names]
-        exact = (
-            (n, replace(step, entropies=spread(step, values, 0.0), entropy_kind=EntropyKind.EXACT))
-            for n, step, values in self._scored_steps(trees, indices, entropies=True)
-            if step.id in wanted[n]
-        )
+        exact = []
+        for n, step, values in self._scored_steps(trees, indices, entropies=True):
+            # A tree is scored whole; the engine's own exact entropies stay.
+            if step.id in wanted[n]:
+                column = spread(step, values, 0.0)
+                exact.append((n, replace(step, entropies=column, entropy_kind=EntropyKind.EXACT)))
         return exchanged(trees, exact)
 
     @torch.no_grad()
     def with_logprobs(self, trees: Sequence[Tree]) -> list[Tree]:
         """Returns the trees with the log-probabilities of their sampled tokens under the present
         weights as `Step.old_logprobs`."""
-        found = self._scored_steps(trees, range(len(trees)), entropies=False)
-        steps = ((n, replace(one, old_logprobs=spread(one, row, 0.0))) for n, one, row in found)
+        steps = []
+        for n, step, values in self._scored_steps(trees, range(len(trees)), entropies=False):
+            steps.append((n, replace(step, old_logprobs=spread(step, values, 0.0))))
         return exchanged(trees, steps)
 
     def _scored_steps(
@@ -186,10 +189,12 @@ class Learner:
     ) -> Iterator[tuple[int, Step, list[float]]]:
         """The policy's steps of some trees with their index, and what all ranks found for them."""
         plan = self._plan(trees, indices)
-        columns = [
-            self.scores(batch)[int(entropies)][: batch.sampled.numel() if pack else 0]
-            for pack, batch in self._batches(plan)
-        ]
+        columns = []
+        for pack, batch in self._batches(plan):
+            found = self.scores(batch)[int(entropies)]
+            # A blank batch is scored with the other ranks, and counts for nothing.
+            if pack:
+                columns.append(found)
         # By step, not by tree: a tree that is split comes in several packs.
         return by_step(plan, gathered(self._team, plan, columns))
 
@@ -219,24 +224,42 @@ class Learner:
         skipped."""
         # Over all packs: the loss is a mean over tokens, however they are packed.
         count = sum(step.num_loss_tokens for tree in trees for step in tree.steps)
-        total = 0.0
-        for batch in self._demonstrations(trees):
-            logprobs, _ = self.scores(batch)
+
+        def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
             chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
-            loss = -chosen.sum() / max(1, count)
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
+            return -chosen.sum() / max(1, count)
+
+        total = self._imitate(trees, loss_of)
         norm = self.optimiser.step(lr, weight_decay)
         mean = float(combined(self._team, total, sum))
         return mean if math.isfinite(norm) else math.nan
 
-    def _demonstrations(self, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
-        """The passes of this process over trees that are no rollouts, each whole."""
-        packs = imitation_packs(trees, self.settings.max_pack_tokens)
-        whole = [tuple(Part(0, tree) for tree in pack) for pack in packs]
-        sizes = [sum(map(num_tree_tokens, pack)) for pack in packs]
-        plan = Plan(tuple(whole), deal(sizes, self._team.size))
-        return (batch for _, batch in self._batches(plan))
+    def _imitate(
+        self, trees: Sequence[Tree], loss_of: Callable[[TreeBatch, Tensor], Tensor]
+    ) -> float:
+        """Adds the gradient of trees that are no rollouts, each packed whole, and returns the loss
+        of this process's passes."""
+        whole = []
+        sizes = []
+        for pack in imitation_packs(trees, self.settings.max_pack_tokens):
+            whole.append(tuple(Part(0, tree) for tree in pack))
+            sizes.append(sum(map(num_tree_tokens, pack)))
+        total = 0.0
+        for _, batch in self._batches(Plan(tuple(whole), deal(sizes, self._team.size))):
+            loss = loss_of(batch, self.scores(batch)[0])
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+        return total
+
+    def _teach(self, lessons: Sequence[Tree], sums: MetricSums) -> None:
+        """Adds the gradient of an optimiser step's lessons."""
+
+        def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
+            sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
+            return lessons_loss(batch, logprobs, self._loss.lesson_coef, len(lessons))
+
+        if weighty := [lesson for lesson in lessons if weight_of(lesson)]:
+            sums.loss += self._imitate(weighty, loss_of)
 
     # ------------------------------------------------------------------ one update
 
@@ -255,36 +278,29 @@ class Learner:
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         taught = shared_out(lessons, minibatches)
         takes_imitated = self._loss.graft_coef > 0
-        is_learned = [*map(self._is_learned, trees)]
-        shown = [*map(without_branches, trees)]
-        learned = {part: [n for n in part if is_learned[n]] for part in dict.fromkeys(passes)}
-        plans = {
-            part: self._plan(shown, own, takes_imitated=takes_imitated)
-            for part, own in learned.items()
-        }
-        # Every other minibatch is scored before the first optimiser step, by the weights that its
-        # ratios are against. The first step's own pass is still by those, so it needs none.
-        scores_old = self._loss.old_logprobs == "learner"
-        packs = {
-            part: self._scored_packs(
-                [
-                    _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
-                    for pack, batch in self._batches(plan, takes_imitated=takes_imitated)
-                ],
-                scores_old and part != passes[0],
-            )
-            for part, plan in plans.items()
-        }
+        is_learned = list(map(self._is_learned, trees))
+        shown = list(map(without_branches, trees))
+        learned = {}
+        plans = {}
+        packs = {}
+        for part in dict.fromkeys(passes):
+            learned[part] = [n for n in part if is_learned[n]]
+            plans[part] = self._plan(shown, learned[part], takes_imitated=takes_imitated)
+            # Every other minibatch is scored before the first optimiser step, by the weights that
+            # its ratios are against. The first step's own pass is still by those, so it needs none.
+            packs[part] = self._scored_packs(plans[part], needs_old=part != passes[0])
         sums = MetricSums(newest_of_several(trees))
         for part in passes:
             # Gradients add up until the step.
-            sums.loss += teach(taught[part], self._loss, self._demonstrations, self.scores, sums)
+            self._teach(taught[part], sums)
             denominators = self._denominators(trees[n] for n in part)
             packs[part] = self._optimiser_step(packs[part], denominators, sums)
         # The schedule counts those that had no tree too, as its plan does.
         self.optimiser.num_steps += self.settings.num_epochs * len(minibatches) - len(passes)
         for own in packs.values():
-            sums.add_sizes([pack.batch for pack in own if pack.parts])
+            for pack in own:
+                if pack.parts:
+                    sums.add_sizes(pack.batch)
         sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
         num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
@@ -292,25 +308,29 @@ class Learner:
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
-            self._write_back(plan, [pack for pack in packs[part] if pack.parts], written)
+            self._write_back(plan, packs[part], written)
         if self._shares_card:
             torch.cuda.empty_cache()
-        return [
-            self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
-            for n, tree in enumerate(trees)
-        ], metrics
+        recorded = list(trees)
+        for n, tree in enumerate(trees):
+            if is_learned[n]:
+                recorded[n] = self._recorded(tree, written.get(n, {}))
+        return recorded, metrics
 
     def _write_back(
         self, plan: Plan, packs: Sequence[_Pack], written: dict[int, dict[str, Step]]
     ) -> None:
         """Fills old log-probabilities and the last epoch's ratios into the steps of a plan."""
-        olds, news = (
-            gathered(self._team, plan, [column for column in columns if column is not None])
-            for columns in (
-                [pack.old_logprobs for pack in packs],
-                [pack.new_logprobs for pack in packs],
-            )
-        )
+        own_olds = []
+        own_news = []
+        for pack in packs:
+            if pack.parts:
+                assert pack.old_logprobs is not None and pack.new_logprobs is not None
+                own_olds.append(pack.old_logprobs)
+                own_news.append(pack.new_logprobs)
+        olds = gathered(self._team, plan, own_olds)
+        news = gathered(self._team, plan, own_news)
+        # In float32, as the loss forms them.
         ratios = [torch.exp(new - old) for old, new in zip(olds, news, strict=True)]
         for (n, step, old), (_, _, ratio) in zip(
             by_step(plan, olds), by_step(plan, ratios), strict=True
@@ -330,27 +350,31 @@ class Learner:
         return replace(with_steps(tree, written), leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
-        has_signal = any(
-            step.advantage_below(path.leaf) != 0.0
-            for path in tree.trajectories()
-            if path.leaf.has_loss
-            for step in path.steps
-            if step.loss_mask.any()
-        )
-        if has_signal or (self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0):
+        for path in tree.trajectories():
+            for step in path.steps if path.leaf.has_loss else ():
+                if step.loss_mask.any() and step.advantage_below(path.leaf) != 0.0:
+                    return True
+        if self._loss.graft_coef > 0 and num_imitated_tokens(tree) > 0:
             return True
         # Without an advantage, the KL term still pulls to the reference, the bonus to entropy.
         has_more = bool(self.reference or self._loss.entropy_coef)
         return has_more and any(leaf.has_loss for leaf in tree.leaves)
 
     @torch.no_grad()
-    def _scored_packs(self, packs: Sequence[_Pack], needs_old: bool) -> list[_Pack]:
-        if needs_old:
-            packs = [replace(pack, old_logprobs=self.scores(pack.batch)[0]) for pack in packs]
-        if self.reference is not None:
-            with self.reference.in_place():
-                packs = [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
-        return list(packs)
+    def _scored_packs(self, plan: Plan, *, needs_old: bool) -> list[_Pack]:
+        packs = []
+        for parts, batch in self._batches(plan, takes_imitated=self._loss.graft_coef > 0):
+            old = None
+            if self._loss.old_logprobs != "learner":
+                old = batch.sampling_logprobs
+            elif needs_old:
+                old = self.scores(batch)[0]
+            packs.append(_Pack(parts, batch, old))
+        if self.reference is None:
+            return packs
+        # Once for all packs: putting the reference in place copies every weight.
+        with self.reference.in_place():
+            return [replace(pack, ref_logprobs=self.scores(pack.batch)[0]) for pack in packs]
 
     def _optimiser_step(
         self, packs: Sequence[_Pack], denominators: Denominators, sums: MetricSums
@@ -386,19 +410,19 @@ class Learner:
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
-        """Over whole trees, the groups that no pack holds included: leaving out a group without
+        """Over whole trees, the groups in no pack included: leaving out a group without
         variance must not make the others weigh more."""
         groups = 0
         tokens = 0.0
         for tree in trees:
-            groups += any(leaf.status.rule.in_denominator for leaf in tree.leaves)
-            # A truncated path counts also where it carries no loss: without it, answers cut short
+            own = 0.0
+            # A truncated path counts also if it carries no loss: without it, answers cut short
             # would raise the weight of those that remain.
-            tokens += sum(
-                path.leaf.weight * path.num_loss_tokens
-                for path in tree.trajectories()
-                if path.status.rule.in_denominator
-            )
+            counted = [path for path in tree.trajectories() if path.status.rule.in_denominator]
+            for path in counted:
+                own += path.leaf.weight * path.num_loss_tokens
+            groups += bool(counted)
+            tokens += own
         return Denominators(groups, tokens, self._length_constant)
 
     def _pack_loss(
@@ -445,19 +469,34 @@ class Learner:
 
     def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
         """Freezes the reference of the KL term: the present weights, which are written to the
-        folder if there is one, or for a resumed run those that lie there.
+        folder if there is one, or for a resumed run those in the folder.
 
         Raises:
-            CheckpointError: they do not lie there.
+            CheckpointError: they are not in the folder.
         """
         self.reference = Reference(self.model)
         if folder is None:
             return
-        if is_new:
+        is_first = self._team.rank == 0
+        if is_new and is_first:
             Reference.clear(folder)
-            self.reference.save(folder)
+        # No rank may write before rank 0 has deleted what an earlier run left.
+        self._meet()
+        if is_new:
+            self.reference.save(folder, self._suffix, is_first=is_first)
         else:
             self.reference.load(folder)
+        self._meet()
+
+    @property
+    def _suffix(self) -> str:
+        """The end of the names of this rank's files."""
+        size = self._team.size
+        return "" if size == 1 else f"-{self._team.rank + 1:05d}-of-{size:05d}"
+
+    def _meet(self) -> None:
+        """Waits until every rank is here."""
+        self._team.gather(torch.zeros(0, dtype=torch.float32))
 
     def forget_moments(self) -> None:
         """Resets the optimiser, as between warm-up and training."""
@@ -465,12 +504,18 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Writes the plain model, adapters merged into it, and the optimiser's state into the
-        folder of a checkpoint."""
+        folder of a checkpoint; of several ranks each its rows."""
+        self._write_model(folder)
+        path = optimiser_file(folder, self._suffix)
+        write_rows(path, self.optimiser.state(), is_first=self._team.rank == 0)
+        self._meet()
+
+    def _write_model(self, folder: Path) -> None:
         write_model(folder, self.model, named_weights(self.model))
-        write_optimiser(folder, self.state())
 
     def load(self, folder: Path) -> None:
-        """Goes on from the trained weights and the optimiser's state in a checkpoint.
+        """Goes on from the trained weights and the optimiser's state in a checkpoint, whatever
+        number of ranks wrote it.
 
         Raises:
             CheckpointError: it is damaged, or belongs to another model, or this model was loaded
@@ -487,24 +532,13 @@ class Learner:
                 " another reference. Name that model in model.path, then load and publish.",
                 code="loaded-onto-itself",
             )
-        self.load_state(read_optimiser(folder))
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns everything that training needs to go on: master weights, optimiser moments,
-        counters."""
-        return self.optimiser.state()
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state()`.
-
-        Raises:
-            CheckpointError: the state belongs to another model.
-        """
         try:
-            self.optimiser.load_state(state)
+            self.optimiser.load(optimiser_files(folder))
         except KeyError as error:
             raise CheckpointError(
-                f"the optimiser state does not fit the model: {error}", code="optimiser-mismatch"
+                f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
+                " model, in the files of all ranks that wrote it. Take another checkpoint.",
+                code="optimiser-mismatch",
             ) from error
 
 

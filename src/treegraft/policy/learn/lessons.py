@@ -14,20 +14,16 @@ value of each task the lessons of easy tasks fade first, and all that are left s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Tree
-from treegraft.policy.learn.metrics import MetricSums
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.plan import split_evenly
-from treegraft.policy.learn.scores import Scores
-from treegraft.settings.policy import LossSettings
 
 DECAY = 0.5
 """What an update leaves of the value's sums."""
@@ -104,12 +100,12 @@ class LessonBook:
         drawn = {pool[keyed_int(self._seed, "lesson", number, n) % len(pool)] for n in draws}
         mean = total / count if count else 0.0
         # In the pool's order: a set has none that is the same in every process.
-        names = [*dict.fromkeys(own), *(name for name in pool if name in drawn)]
-        weights = [self._weight(name, mean, means.get(name)) for name in names]
-        lessons = [
-            _weighted(self._stored[name].tree, weight)
-            for name, weight in zip(names, weights, strict=True)
-        ]
+        names = [*dict.fromkeys(own), *filter(drawn.__contains__, pool)]
+        weights = []
+        lessons = []
+        for name in names:
+            weights.append(self._weight(name, mean, means.get(name)))
+            lessons.append(_weighted(self._stored[name].tree, weights[-1]))
         return Given(
             lessons,
             (total, count),
@@ -123,16 +119,17 @@ class LessonBook:
 
     def _weight(self, name: str, value: float, own: float | None) -> float:
         reward = self._stored[name].reward
+        # Clipped: rewards above 1 must not outweigh the rollouts.
         return 0.0 if own is not None and reward < own else min(1.0, max(0.0, reward - value))
 
 
 def _own_means(trees: Sequence[Tree]) -> dict[str, float]:
     """The mean reward of each task's leaves; none for a task whose leaves all failed."""
-    rewards = {
-        tree.task.id: [leaf.reward for leaf in tree.leaves if leaf.reward is not None]
-        for tree in trees
-    }
-    return {name: fmean(own) for name, own in rewards.items() if own}
+    means = {}
+    for tree in trees:
+        if own := [leaf.reward for leaf in tree.leaves if leaf.reward is not None]:
+            means[tree.task.id] = fmean(own)
+    return means
 
 
 def _weighted(tree: Tree, weight: float) -> Tree:
@@ -149,32 +146,12 @@ def shared_out(
     lessons: Sequence[Tree], minibatches: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], list[Tree]]:
     """Returns the lessons of each mini-batch with trees, as evenly as it goes."""
-    parts = [part for part in minibatches if part]
+    parts = list(filter(None, minibatches))
     shares = split_evenly(len(lessons), max(1, len(parts)))
-    return {part: [lessons[n] for n in own] for part, own in zip(parts, shares, strict=False)}
-
-
-def teach(
-    lessons: Sequence[Tree],
-    settings: LossSettings,
-    batches: Callable[[Sequence[Tree]], Iterable[TreeBatch]],
-    scores: Callable[[TreeBatch], Scores],
-    sums: MetricSums,
-) -> float:
-    """Adds the gradient of an optimiser step's lessons, and returns their loss.
-
-    Args:
-        batches: packs trees into the passes of this process.
-    """
-    weighty = [lesson for lesson in lessons if weight_of(lesson)]
-    total = 0.0
-    for batch in batches(weighty) if weighty else ():
-        logprobs, _ = scores(batch)
-        loss = lessons_loss(batch, logprobs, settings.lesson_coef, len(lessons))
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-        sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
-    return total
+    found = {}
+    for part, own in zip(parts, shares, strict=False):
+        found[part] = [lessons[n] for n in own]
+    return found
 
 
 def lessons_loss(batch: TreeBatch, logprobs: Tensor, coef: float, num_lessons: int) -> Tensor:

@@ -45,5 +45,6 @@ class Likelihood:
             columns.append(self._scoring(batch)[0])
         found: list[dict[str, float]] = [{} for _ in trees]
         for n, step, values in by_step(plan, gathered(Alone(), plan, columns)):
+            # Rounded once, so that a sum does not depend on its order.
             found[n][step.id] = math.fsum(values)
         return found

@@ -22,16 +22,15 @@ class MetricSums:
         self.ratio_max = 1.0
         self.grad_norms: list[float] = []
         self.lrs: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._unread: list[tuple[str, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._sizes = dict.fromkeys(("unique", "imitated", "path", "contributions"), 0)
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
-        # In float64: a mean over a million contributions keeps its digits, whatever their order.
-        # Read later, all at once: the host would wait for a GPU at each.
-        self._unread.append((key, values.sum(dtype=torch.float64)))
+        # In float64: a mean over a million contributions keeps its digits, whatever their order. A
+        # tensor until the end: the host would wait for a GPU at each.
+        self._sums[key] = self._sums.get(key, 0.0) + values.sum(dtype=torch.float64)
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 
     def add_terms(self, terms: Mapping[str, Tensor], advantages: Tensor) -> None:
@@ -62,31 +61,17 @@ class MetricSums:
         self.grad_norms = [*self.grad_norms, grad_norm]
         self.lrs = [*self.lrs, lr]
 
-    def _read(self) -> None:
-        """Adds what is not read yet to the sums, in the order in which it came."""
-        if not self._unread:
-            return
-        sums = torch.stack([total for _, total in self._unread]).tolist()
-        for (key, _), total in zip(self._unread, sums, strict=True):
-            self._sums[key] = self._sums.get(key, 0.0) + total
-        self._unread = []
-
-    def add_sizes(self, batches: Sequence[TreeBatch]) -> None:
-        """Adds the tokens and contributions of packs, each counted once whatever the number of
-        epochs."""
-        imitated = [batch.imitated for batch in batches if batch.imitated is not None]
-        for key, count in (
-            ("unique", sum(batch.num_tokens for batch in batches)),
-            ("imitated", sum(one.packed.numel() for one in imitated)),
-            ("path", sum(batch.num_path_tokens for batch in batches)),
-            ("contributions", sum(int(batch.carries_loss.sum()) for batch in batches)),
-        ):
-            self._sizes[key] += count
+    def add_sizes(self, batch: TreeBatch) -> None:
+        """Adds the tokens and contributions of a pack, once whatever the number of epochs."""
+        self._sizes["unique"] += batch.num_tokens
+        self._sizes["path"] += batch.num_path_tokens
+        self._sizes["contributions"] += int(batch.carries_loss.sum())
+        if batch.imitated is not None:
+            self._sizes["imitated"] += batch.imitated.packed.numel()
 
     def state(self) -> dict[str, Any]:
         """Returns all of it as JSON can hold it."""
-        self._read()
-        return {name: value for name, value in vars(self).items() if name != "_unread"}
+        return vars(self) | {"_sums": {key: float(total) for key, total in self._sums.items()}}
 
     @classmethod
     def of(cls, states: Sequence[dict[str, Any]]) -> MetricSums:
@@ -111,8 +96,7 @@ class MetricSums:
         Args:
             takes_imitated: whether the run learns from grafts; their tokens are counted only then.
         """
-        self._read()
-        means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
+        means = {key: float(total) / max(1, self._counts[key]) for key, total in self._sums.items()}
         # Where all fresh groups were skipped nothing was compared: 0 would count as agreement.
         if not self._counts.get("learn/engine_gap"):
             means.pop("learn/engine_gap", None)
@@ -123,6 +107,7 @@ class MetricSums:
             "learn/loss": self.loss / steps,
             "learn/ratio_max": self.ratio_max,
             "learn/grad_norm": math.fsum(self.grad_norms) / steps,
+            # Of the last step: a schedule moves within an update.
             "learn/lr": self.lrs[-1] if self.lrs else 0.0,
             "learn/num_optimiser_steps": float(num_steps - num_skipped),
             "learn/num_skipped_steps": float(num_skipped),

@@ -50,12 +50,14 @@ def find_surrogate(settings: LossSettings) -> Callable[..., SurrogateTerms]:
     """
     objective: Objective = find(settings.objective, OBJECTIVES, "objective", "loss.objective")
     if ":" in settings.objective:
+        # Before any work: its first real call comes after a whole rollout.
         _try(objective, settings)
     factors = [factor for factor, _ in weighed("factor", settings)]
 
     def surrogate(*columns: Tensor, owners: Tensor, shaping: Tensor, positions: Tensor) -> Any:
         logprobs, old, advantages = columns
         for factor in factors:
+            # Detached: factors weigh tokens, and no gradient flows through them.
             gaps = logprobs.detach() - old
             advantages = advantages * factor(settings, gaps, owners, advantages, positions)
         return objective(settings, logprobs, old, advantages, owners=owners, shaping=shaping)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import ModelError
+from treegraft.policy.shards import TensorFiles
 from treegraft.settings.policy import LearnSettings, Schedule
 
 MAX_SKIPPED = 3
@@ -60,8 +60,12 @@ class MasterAdamW:
         """
         self._settings = settings
         self._num_planned = num_planned
-        self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._names = []
+        self._weights = []
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self._names.append(name)
+                self._weights.append(weight)
         is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
         self._masters = self._weights
         if not is_float32:
@@ -70,14 +74,14 @@ class MasterAdamW:
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.register_post_accumulate_grad_hook(partial(_move, master))
         # As transformers' Trainer does; norms and biases are the weights with one dimension.
-        matrices = [master for master in self._masters if master.ndim > 1]
-        vectors = [master for master in self._masters if master.ndim <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": settings.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for master in self._masters:
+            groups[master.ndim <= 1]["params"].append(master)
         self._adam = torch.optim.AdamW(
-            [
-                {"params": group, "weight_decay": rate}
-                for group, rate in ((matrices, settings.weight_decay), (vectors, 0.0))
-                if group
-            ],
+            [group for group in groups if group["params"]],
             lr=settings.lr,
             betas=settings.betas,
             fused=True,
@@ -94,10 +98,6 @@ class MasterAdamW:
         """Returns the gradients that the next step takes, by the weights' names."""
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
-
-    def clear(self) -> None:
-        """Drops the gradients."""
-        self._adam.zero_grad(set_to_none=True)
 
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
@@ -125,6 +125,7 @@ class MasterAdamW:
             return norm
         self._num_skipped = 0
         decay_of_matrices = self._settings.weight_decay if weight_decay is None else weight_decay
+        # A warm-up has a rate and a decay of its own, in the same optimiser.
         for group in self._adam.param_groups:
             group["lr"] = lr
             if group["params"][0].ndim > 1:
@@ -136,7 +137,7 @@ class MasterAdamW:
 
     def _skip(self, norm: float) -> None:
         """Drops a gradient that would make every weight and moment NaN."""
-        self.clear()
+        self._adam.zero_grad(set_to_none=True)
         self._num_skipped += 1
         if self._num_skipped >= MAX_SKIPPED:
             raise ModelError(
@@ -167,29 +168,30 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Returns master weights, moments and counters by name; tensors are the live ones."""
-        counts = {"num_steps": self.num_steps, "num_skipped": self._num_skipped}
-        state = {name: torch.tensor(count) for name, count in counts.items()}
+        state = {
+            "num_steps": torch.tensor(self.num_steps),
+            "num_skipped": torch.tensor(self._num_skipped),
+        }
         for name, master in zip(self._names, self._masters, strict=True):
             state[f"master.{name}"] = master.detach()
             for key, value in self._adam.state.get(master, {}).items():
                 state[f"{key}.{name}"] = value
         return state
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state()`; a KeyError names the missing entry."""
-        self.num_steps = int(state["num_steps"])
-        # Earlier versions skipped none.
-        self._num_skipped = int(state.get("num_skipped", 0))
-        with torch.no_grad():
-            for name, master in zip(self._names, self._masters, strict=True):
-                master.copy_(state[f"master.{name}"])
-                # A weight that has had no gradient yet has no moments.
-                if f"exp_avg.{name}" in state:
-                    # Copied: AdamW changes them in place, and the caller's stay the checkpoint's.
-                    self._adam.state[master] = {
-                        key: state[f"{key}.{name}"].to(master.device, copy=True)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+    def load(self, files: TensorFiles) -> None:
+        """Restores `state()` from files, of divided weights the rows of this process; a KeyError
+        names the missing entry."""
+        self.num_steps = int(files.whole("num_steps"))
+        self._num_skipped = int(files.whole("num_skipped"))
+        for name, master in zip(self._names, self._masters, strict=True):
+            files.fill(f"master.{name}", master)
+            # A weight that has had no gradient yet has no moments.
+            if f"exp_avg.{name}" in files:
+                state = {"step": files.whole(f"step.{name}").to(master.device)}
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(master, requires_grad=False)
+                    files.fill(f"{key}.{name}", state[key])
+                self._adam.state[master] = state
         self._copy_to_model()
 
     def reset(self) -> None:

@@ -67,11 +67,7 @@ class Imitated:
     tokens: Tensor
     """[D] which of these tokens a contribution is of."""
     trajectories: Tensor
-    """[D] which trajectory holds the graft."""
-    paths: tuple[tuple[int, ...], ...]
-    """For each graft the tokens of the path above it, then its own."""
-    lengths: tuple[int, ...]
-    """Tokens of each graft's text; they sum to L."""
+    """[D] which trajectory contains the graft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +102,6 @@ class TreeBatch:
     where it has one; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
-    step_offsets: tuple[dict[str, int], ...]
-    """For each tree, the packed index at which each step starts."""
     imitated: Imitated | None = None
     """None where nothing is learned from grafts."""
 
@@ -124,7 +118,7 @@ class TreeBatch:
     def lengths(self) -> Tensor:
         """[N] float64: |y|, the loss tokens of each trajectory's whole path; of a stored one, those
         that its agent wrote."""
-        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
+        # The pack has the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = self.trajectories[self.carries_loss]
         sampled = torch.bincount(owners, minlength=len(self.paths)).to(torch.float64)
         stored = [path.num_loss_tokens if path.is_stored else 0 for path in self.paths]
@@ -140,11 +134,6 @@ class TreeBatch:
     def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
         by tree and leaf."""
-        if values.shape[0] != self.sampled.numel():
-            raise ValueError(
-                f"per_trajectory: got {values.shape[0]} values for {self.sampled.numel()} unique"
-                " sampled tokens; expected one each, in the order of `sampled`"
-            )
         # With minlength: a trajectory without sampled tokens, as after an early failure, has a
         # place of its own.
         counts = torch.bincount(self.trajectories, minlength=len(self.paths)).tolist()
@@ -153,6 +142,7 @@ class TreeBatch:
 
 def columns_of(kind: type[TreeBatch | Imitated]) -> dict[str, list[Any]]:
     """Returns an empty list for each tensor of the class."""
+    # Annotations are texts here.
     return {field.name: [] for field in fields(kind) if field.type == "Tensor"}
 
 
@@ -163,14 +153,13 @@ _DTYPES = {"carries_loss": np.bool_} | dict.fromkeys(
 
 
 def _tensors(columns: Mapping[str, list[Any]], device: torch.device | str) -> dict[str, Any]:
-    return {
-        name: torch.from_numpy(
-            np.concatenate(parts, dtype=_DTYPES.get(name, np.int64), casting="unsafe")
-            if parts
-            else np.zeros(0, dtype=_DTYPES.get(name, np.int64))
-        ).to(device)
-        for name, parts in columns.items()
-    }
+    tensors = {}
+    for name, parts in columns.items():
+        kind = _DTYPES.get(name, np.int64)
+        # The empty one: grafts may have no column at all.
+        joined = np.concatenate([*parts, np.zeros(0, kind)], dtype=kind, casting="unsafe")
+        tensors[name] = torch.from_numpy(joined).to(device)
+    return tensors
 
 
 def _joined(parts: Iterable[Any]) -> np.ndarray:
@@ -191,11 +180,8 @@ class _Packer:
         self.takes_imitated = takes_imitated
         self.columns = columns_of(TreeBatch)
         self.imitated_columns = columns_of(Imitated)
-        self.imitated_paths: list[tuple[int, ...]] = []
-        self.imitated_lengths: list[int] = []
         self.paths: list[Trajectory] = []
         self.trees: list[PackedTree] = []
-        self.step_offsets: list[dict[str, int]] = []
         self.num_tokens = self.num_sampled = self.num_imitated_tokens = 0
 
     def add(self, tree: Tree) -> None:
@@ -208,6 +194,8 @@ class _Packer:
             steps = tuple(sorted([*steps, *imitated.values()], key=lambda step: step.ordinals))
         start = self.num_tokens
         end = self.num_tokens
+        lengths: list[int] = []
+        firsts: list[int] = []
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -219,27 +207,22 @@ class _Packer:
             # By the path, not by the packed place: a branch is rotated as it would be alone.
             above = 0 if parent is None else positions[parent]
             positions[step.id] = above + length
+            lengths.append(length)
+            firsts.append(above)
             # The first token of every child is predicted by the last one above it, wherever that is
             # packed; a step of ours that failed has no tokens and is passed over.
             before = -1 if parent is None else last[parent]
             sources.append(before)
             last[step.id] = end + length - 1 if length else before
             end += length
-            if step.ordinals[-1] < 0 and parent is not None:
-                path = _joined(own.token_ids for own in (*tree.path(parent), step))
-                self.imitated_paths.append(tuple(path.tolist()))
-                self.imitated_lengths.append(length)
-        lengths = np.array([step.num_tokens for step in steps])
-        firsts = [positions[step.id] - step.num_tokens for step in steps]
-        places = np.array([offsets[step.id] for step in steps])
+        places = np.array(list(offsets.values()))
         index = np.arange(start, end)
         self.columns["token_ids"].append(_joined(step.token_ids for step in steps))
         self.columns["position_ids"].append(index + np.repeat(firsts - places, lengths))
-        unique = self._add_scored(steps, lengths, places, np.array(sources), index)
+        unique = self._add_scored(steps, np.array(lengths), places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
         self.trees.append(PackedTree(start, end, nodes))
         self._contribute(tree, imitated, unique)
-        self.step_offsets.append({step.id: offsets[step.id] for step in tree.steps})
         self.num_tokens = end
 
     def _add_scored(
@@ -260,13 +243,6 @@ class _Packer:
         opens = places[lengths > 0] - (index[0] if count else 0)
         before[opens] = sources[lengths > 0]
         scored = is_sampled | of_imitated
-        if (lone := scored & (before < 0)).any():
-            at = int(lone.argmax()) + int(index[0])
-            own = next(s for s, p in zip(reversed(steps), places[::-1], strict=True) if p <= at)
-            raise ValueError(
-                f"step '{own.id}': its first token was sampled, but nothing stands before it to"
-                " predict it"
-            )
         # Greedy tokens are scored at 1: at 0 every distribution is a point, without a gradient.
         temperatures = np.repeat([step.temperature or 1.0 for step in steps], lengths)
         for columns, mask, name in (
@@ -336,44 +312,45 @@ def _factors(steps: Sequence[Step]) -> np.ndarray:
     )
 
 
-def is_worth_imitating(leaf: Leaf) -> bool:
-    """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did
-    better than its group."""
-    return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
-
-
 def imitates(path: Trajectory, step: Step) -> bool:
-    """Whether a trajectory imitates a step's `lesson_ids`: those of a graft, of a forced opening,
-    or of the stored trajectory that it is; never those of stored steps that it began below."""
+    """Whether a trajectory with loss that did better than its group imitates a step's `lesson_ids`:
+    those of a graft, of a forced opening, or of the stored trajectory that it is; never those of
+    stored steps that it began below."""
     is_own = step.is_graft or path.is_stored or isinstance(step.cause, RetryCause)
-    return bool(step.lesson_ids) and is_worth_imitating(path.leaf) and is_own
+    is_worth = path.leaf.has_loss and (path.leaf.advantage or 0.0) > 0.0
+    return bool(step.lesson_ids) and is_worth and is_own
 
 
 def imitated_steps(tree: Tree) -> dict[str, Step]:
-    """Returns, for each graft that a trajectory worth imitating holds, the text that is imitated as
-    a step beside it.
+    """Returns, for each graft that a trajectory worth imitating contains, the text that is
+    imitated as a step at its side.
 
-    The ordinals of these steps are negative, so that they stand before their siblings and are never
-    taken.
+    The ordinals of these steps are negative, so that they come before their siblings and
+    their ids are free.
     """
-    worth = {step.id for path in tree.trajectories() for step in path.steps if imitates(path, step)}
-    return {
-        step.id: Step(
-            # A step of its own beside the graft, not part of it: on the path below, the next step
-            # follows the graft's text, never the imitated one.
-            id=f"{step.parent}.{-1 - step.ordinals[-1]}",
-            parent=step.parent,
-            depth=step.depth,
-            token_ids=np.array(step.lesson_ids),
-            origins=np.full(count := len(step.lesson_ids), Origin.FORCED),
-            loss_mask=np.full(count, False),
-            sampling_logprobs=np.zeros(count),
-            entropies=np.zeros(count),
-            temperature=step.temperature,
-        )
-        for step in tree.steps
-        if step.id in worth
-    }
+    found: dict[str, Step] = {}
+    for path in tree.trajectories():
+        for step in path.steps:
+            if imitates(path, step) and step.id not in found:
+                found[step.id] = _imitated_step(step)
+    return found
+
+
+def _imitated_step(step: Step) -> Step:
+    count = len(step.lesson_ids)
+    return Step(
+        # A step of its own at the graft's side, not part of it: on the path below, the next step
+        # follows the graft's text, never the imitated one.
+        id=f"{step.parent}.{-1 - step.ordinals[-1]}",
+        parent=step.parent,
+        depth=step.depth,
+        token_ids=np.array(step.lesson_ids),
+        origins=np.full(count, Origin.FORCED),
+        loss_mask=np.full(count, False),
+        sampling_logprobs=np.zeros(count),
+        entropies=np.zeros(count),
+        temperature=step.temperature,
+    )
 
 
 def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
@@ -397,32 +374,24 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
 def pack_trees(
     trees: Sequence[Tree], *, device: torch.device | str = "cpu", takes_imitated: bool = False
 ) -> TreeBatch:
-    """Returns one batch that holds all `trees`, in the order given.
+    """Returns one batch of all `trees`, in their order.
 
     Args:
         takes_imitated: with the texts of the grafts that a trajectory with positive advantage and
             loss holds.
-
-    Raises:
-        ValueError: no trees, or a sampled token with nothing before it.
     """
-    if not trees:
-        raise ValueError("pack_trees: got no trees; at least one is needed")
     packer = _Packer(takes_imitated=takes_imitated)
     for tree in trees:
         packer.add(tree)
 
-    imitated = Imitated(
-        **_tensors(packer.imitated_columns, device),
-        paths=tuple(packer.imitated_paths),
-        lengths=tuple(packer.imitated_lengths),
-    )
+    imitated = None
+    if packer.num_imitated_tokens:
+        imitated = Imitated(**_tensors(packer.imitated_columns, device))
     return TreeBatch(
         **_tensors(packer.columns, device),
         trees=tuple(packer.trees),
         paths=tuple(packer.paths),
-        step_offsets=tuple(packer.step_offsets),
-        imitated=imitated if packer.imitated_paths else None,
+        imitated=imitated,
     )
 
 
@@ -432,6 +401,7 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
     values = {
         "token_ids": [0, 0],
         "position_ids": [0, 1],
+        # The second token, since the first has none before it to predict it.
         "sampled": [1],
         "sources": [0],
         "temperatures": [1.0],
@@ -440,19 +410,21 @@ def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
     }
     columns = {name: [np.asarray(values.get(name, []))] for name in columns_of(TreeBatch)}
     tree = PackedTree(0, 2, (Node(0, 2, 2),))
-    return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
+    return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=())
 
 
 def newest_of_several(trees: Sequence[Tree]) -> int | None:
     """Returns the newest policy version that sampled any of the trees, None where one version
     sampled all."""
+    # A prompt and a step without tokens have no version of their own.
     versions = {step.policy_version for tree in trees for step in tree.steps if step.num_sampled}
     return max(versions) if len(versions) > 1 else None
 
 
-def num_tree_tokens(tree: Tree) -> int:
-    """Returns the unique tokens of a tree."""
-    return sum(step.num_tokens for step in tree.steps)
+def num_tree_tokens(tree: Tree, *, with_imitated: bool = False) -> int:
+    """Returns the unique tokens of a tree, with those that learning from grafts adds if wanted."""
+    added = num_imitated_tokens(tree) if with_imitated else 0
+    return sum(step.num_tokens for step in tree.steps) + added
 
 
 def num_imitated_tokens(tree: Tree) -> int:
@@ -466,16 +438,15 @@ def without_branches(tree: Tree) -> Tree:
 
     Failed and truncated leaves stay, for the record of their log-probabilities.
     """
-    leaves = tuple(
-        leaf
-        for leaf in tree.leaves
-        if leaf.has_loss or leaf.weight or not leaf.status.rule.in_group
-    )
+    leaves = []
+    names: set[str] = set()
+    for leaf in tree.leaves:
+        if leaf.has_loss or leaf.weight or not leaf.status.rule.in_group:
+            leaves.append(leaf)
+            names.update(ids_to(leaf.step_id))
     if len(leaves) == len(tree.leaves) or not leaves:
         return tree
-    names = {name for leaf in leaves for name in ids_to(leaf.step_id)}
-    steps = tuple(step for step in tree.steps if step.id in names)
-    return replace(tree, steps=steps, leaves=leaves)
+    return _part(tree, leaves, names)
 
 
 def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> list[Tree]:
@@ -484,22 +455,20 @@ def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> l
 
     The gradient is that of the whole tree; the price is that tokens above a cut run once per part.
     """
-    size = num_tree_tokens(tree) + (num_imitated_tokens(tree) if with_imitated else 0)
+    size = num_tree_tokens(tree, with_imitated=with_imitated)
     # Never a path in two: each part has to hold every token that its own ones are conditioned on.
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
-    costs = {
-        step.id: step.num_tokens + (len(step.lesson_ids) if with_imitated else 0)
-        for step in tree.steps
-    }
+    costs = {}
+    for step in tree.steps:
+        costs[step.id] = step.num_tokens + (len(step.lesson_ids) if with_imitated else 0)
     # The loss is a sum over contributions, whose weights and denominators do not depend on packs:
     # any division of the leaves is exact. Neighbours share most of their path, so they stay
     # together.
     parts: list[tuple[list[Leaf], set[str]]] = []
     size = 0
     for leaf in tree.leaves:
-        names = leaf.step_id.split(".")
-        path = {".".join(names[: n + 1]) for n in range(len(names))}
+        path = set(ids_to(leaf.step_id))
         added = sum(costs[name] for name in path - parts[-1][1]) if parts else 0
         if not parts or size + added > max_tokens:
             parts.append(([], set()))
@@ -508,12 +477,13 @@ def split_tree(tree: Tree, max_tokens: int, *, with_imitated: bool = False) -> l
         parts[-1][0].append(leaf)
         parts[-1][1].update(path)
         size += added
-    return [
-        replace(
-            tree, steps=tuple(step for step in tree.steps if step.id in names), leaves=tuple(leaves)
-        )
-        for leaves, names in parts
-    ]
+    return [_part(tree, leaves, names) for leaves, names in parts]
+
+
+def _part(tree: Tree, leaves: Sequence[Leaf], names: set[str]) -> Tree:
+    """The tree with some of its leaves and the named steps alone."""
+    steps = tuple(step for step in tree.steps if step.id in names)
+    return replace(tree, steps=steps, leaves=tuple(leaves))
 
 
 def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The passes of an update: which parts of which trees each one holds, and who makes it."""
+"""The passes of an update: which parts of which trees are in each, and who makes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from treegraft.core.columns import Column
 from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
-from treegraft.policy.learn.pack import num_imitated_tokens, num_tree_tokens, plan_packs, split_tree
+from treegraft.policy.deal import deal
+from treegraft.policy.learn.pack import num_tree_tokens, plan_packs, split_tree
 
 
 class Part(NamedTuple):
@@ -42,18 +43,8 @@ class Plan:
         """Returns the packs of a rank, and an empty one for each pass that only others make."""
         own = [pack for pack, maker in zip(self.packs, self.ranks, strict=True) if maker == rank]
         most = max((self.ranks.count(maker) for maker in set(self.ranks)), default=0)
+        # Every rank makes as many passes: weights that are divided are gathered for each.
         return own + [()] * (most - len(own))
-
-
-def deal(costs: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """Returns the rank of each pass: passes are dealt in order of cost, the most expensive first,
-    each to the rank with the least cost so far; ties by number."""
-    loads = [0.0] * num_ranks
-    owners = [0] * len(costs)
-    for n in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
-        owners[n] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[n]] += costs[n]
-    return tuple(owners)
 
 
 def plan_passes(
@@ -66,18 +57,18 @@ def plan_passes(
 ) -> Plan:
     """Returns the passes of the chosen trees, each of at most `limit` tokens; trees that are too
     large are split."""
-    parts = [
-        Part(n, part)
-        for n in indices
-        for part in split_tree(trees[n], limit, with_imitated=takes_imitated)
-    ]
-    sizes = [
-        num_tree_tokens(part.tree) + (num_imitated_tokens(part.tree) if takes_imitated else 0)
-        for part in parts
-    ]
-    groups = plan_packs(sizes, limit)
-    packs = tuple(tuple(parts[n] for n in group) for group in groups)
-    return Plan(packs, deal([sum(sizes[n] for n in group) for group in groups], num_ranks))
+    parts = []
+    sizes = []
+    for n in indices:
+        for part in split_tree(trees[n], limit, with_imitated=takes_imitated):
+            parts.append(Part(n, part))
+            sizes.append(num_tree_tokens(part, with_imitated=takes_imitated))
+    packs = []
+    costs = []
+    for group in plan_packs(sizes, limit):
+        packs.append(tuple(parts[n] for n in group))
+        costs.append(sum(sizes[n] for n in group))
+    return Plan(tuple(packs), deal(costs, num_ranks))
 
 
 def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
@@ -86,6 +77,7 @@ def gathered(team: Team, plan: Plan, own: Sequence[Tensor]) -> list[Tensor]:
     Args:
         own: those of the packs that this process has made, in their order.
     """
+    # A rank without a pass has nothing to join.
     none = torch.zeros(0, dtype=torch.float32)
     flat = torch.cat([values.detach().float().cpu() for values in (*own, none)])
     columns = team.gather(flat)
@@ -136,6 +128,7 @@ def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any
     """Returns `combine` of each rank's value, which JSON can hold."""
     if team.size == 1:
         return combine([value])
+    # JSON, since nothing that another process sends may run code.
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return combine([json.loads(bytes(one.tolist())) for one in team.gather(text)])
 

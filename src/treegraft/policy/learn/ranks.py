@@ -56,9 +56,8 @@ class Hello:
 
     host: str
     pid: int
-    python_torch: str
-    code: str
-    """Checksum of the package's files."""
+    software: str
+    """Versions, and a checksum of the package's files."""
     config: str
     """Its resolved settings as JSON."""
     space: str
@@ -107,8 +106,8 @@ class Ranks:
         """Joins the others.
 
         Args:
-            meeting: where, as torch's `rendezvous` takes it: by torchrun's environment variables,
-                or at a file of this machine.
+            meeting: where, as an address of torch's `rendezvous`: by torchrun's environment
+                variables, or at a file of this machine.
             started: the ranks from 1 on that this process has started; empty for none.
 
         Raises:
@@ -149,12 +148,12 @@ class Ranks:
         hello = Hello(
             socket.gethostname(),
             os.getpid(),
-            _versions(),
-            code_checksum(),
+            f"torch {torch.__version__}, treegraft {treegraft.__version__} ({code_checksum()})",
             config_json(config),
             _process_space(),
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
+        # All of them on each rank, so that each can name the one that ends.
         hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
         if self.rank == 0:
             problem = _difference(config, hellos)
@@ -187,8 +186,7 @@ class Ranks:
     # ------------------------------------------------------------------ what rank 0 shares
 
     def share(self, value: Any = None) -> Any:
-        """Returns rank 0's value, which JSON can hold, on every rank, however long it takes to
-        come.
+        """Returns rank 0's value, which has to fit JSON, on every rank, however late it comes.
 
         Raises:
             Interrupted: rank 0 stops here to save (on the other ranks).
@@ -264,12 +262,14 @@ class Ranks:
 
     def check(self) -> None:
         """Raises RankError where a rank has ended."""
-        ended = [peer for peer in self._peers if peer.has_ended]
-        if ended:
-            said = "; ".join(f"{peer.name} has ended: {peer.last_words}" for peer in ended)
+        said = []
+        for peer in self._peers:
+            if peer.has_ended:
+                said.append(f"{peer.name} has ended: {peer.last_words}")
+        if said:
             raise RankError(
-                f"{said}. Its part of the weights is lost. Go on from the last checkpoint with"
-                " --resume, also with another number of ranks.",
+                f"{'; '.join(said)}. Its part of the weights is lost. Go on from the last"
+                " checkpoint with --resume, also with another number of ranks.",
                 code="rank-lost",
             )
 
@@ -319,15 +319,12 @@ class Ranks:
         most = max(int(count) for count in counts)
         if not most:
             return [own] * self.size
+        # all_gather knows tensors of one size alone.
         padded = torch.zeros(most, dtype=own.dtype)
         padded[: own.numel()] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(found, padded)
         return [part[: int(count)] for part, count in zip(found, counts, strict=True)]
-
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        self.gather(torch.zeros(0, dtype=torch.float32))
 
 
 def _end_with_torchrun() -> None:
@@ -346,24 +343,15 @@ def _process_space() -> str:
         return socket.gethostname()
 
 
-def _versions() -> str:
-    return f"torch {torch.__version__}, treegraft {treegraft.__version__}"
-
-
 def _difference(config: Config, hellos: Sequence[Hello]) -> str:
     """Why the ranks cannot work together, empty where they can."""
     first = hellos[0]
     for rank, hello in enumerate(hellos[1:], start=1):
         where = f"rank {rank} on {hello.host}"
-        if hello.python_torch != first.python_torch:
+        if hello.software != first.software:
             return (
-                f"{where}: got {hello.python_torch}, expected that of rank 0, {first.python_torch}."
+                f"{where}: got {hello.software}, expected that of rank 0, {first.software}."
                 " Install the same on every host."
-            )
-        if hello.code != first.code:
-            return (
-                f"{where}: its treegraft package differs from that of rank 0 (checksum"
-                f" {hello.code}, expected {first.code}). Install the same on every host."
             )
         if hello.config != first.config:
             other = differences(config, Config.model_validate_json(hello.config))

@@ -18,6 +18,7 @@ class Reference:
     """A frozen copy of the weights that a model learns; with adapters, of these alone."""
 
     def __init__(self, model: Any) -> None:
+        # Frozen weights under adapters are the same in policy and reference.
         self._weights = {
             name: weight for name, weight in model.named_parameters() if weight.requires_grad
         }
@@ -34,15 +35,12 @@ class Reference:
 
     def _exchange(self) -> None:
         for name, weight in self._weights.items():
-            local = local_rows(weight)[0]
-            kept = self._kept[name]
-            if local is weight:
-                weight.data, self._kept[name] = kept, weight.data
-            else:
-                # What is gathered for a pass is the memory itself of a divided weight.
-                now = local.detach().clone()
-                local.data.copy_(local_rows(kept)[0])
-                local_rows(kept)[0].copy_(now)
+            # In the memory itself, from which a divided weight is gathered for a pass.
+            local = local_rows(weight)[0].detach()
+            kept = local_rows(self._kept[name])[0]
+            now = local.clone()
+            local.copy_(kept)
+            kept.copy_(now)
 
     @staticmethod
     def clear(folder: Path) -> None:

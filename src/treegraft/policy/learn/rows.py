@@ -92,17 +92,17 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
             " Learner.learn.",
             code="grafts-in-rows",
         )
-    paths = (path for tree in trees for path in tree.trajectories())
-    groups = (tree.group_id for tree in trees for _ in tree.leaves)
-    return [
-        _row(path, group, config.loss.shaping_weight)
-        for path, group in zip(paths, groups, strict=True)
-        if LEARNING_RULES[path.status].in_denominator
-    ]
+    rows = []
+    for tree in trees:
+        for path in tree.trajectories():
+            if LEARNING_RULES[path.status].in_denominator:
+                rows.append(_row(path, tree.group_id, config.loss.shaping_weight))
+    return rows
 
 
 def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
     leaf = path.leaf
+    # Other trainers have the prompt in a column of its own.
     steps = path.steps[1:]
     start = len(path.prompt_ids)
     return LeafRow(

@@ -66,7 +66,7 @@ def chunked_scores(
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
 
-    Logits that fit are kept for the backward pass, in the model's type; else each chunk's are
+    Logits that fit stay for the backward pass, in the model's type; else each chunk's are
     computed again there.
     """
     parts = []
@@ -88,8 +88,8 @@ def _scores(head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Ten
 
 
 class _TokenScores(torch.autograd.Function):
-    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from nothing kept but the logits as
-    they came.
+    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from the logits as they came and
+    one number a row.
 
     log p_y = z_y - lse,   H = lse - Σ_v p_v z_v
     ∂ log p_y / ∂z_v = δ_vy - p_v,   ∂H / ∂z_v = -p_v (log p_v + H)
@@ -117,13 +117,14 @@ class _TokenScores(torch.autograd.Function):
         # The logits themselves and one number a row, instead of probabilities in float32: at a
         # vocabulary of 150k that is what a pack's memory goes to.
         ctx.save_for_backward(logits, targets, temperatures, entropies, lse)
-        # So that a gradient nobody asked for comes as None, and its term is not computed.
+        # So that a gradient that nobody needs comes as None, and its term is not computed.
         ctx.set_materialize_grads(False)
         return logprobs.contiguous(), entropies.contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Probabilities are formed again from the logits and one number a row.
         logits, targets, temperatures, entropies, lse = ctx.saved_tensors
         none = torch.zeros_like(lse)
         upstream = [none if grad is None else grad for grad in grads]
@@ -158,42 +159,23 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
     that cannot be packed.
 
-    A token that trajectories share is taken from the first of them: its prefix, and so its
-    gradient, is the same in all.
+    A token that trajectories share is taken from one of them: its prefix, and so its gradient, is
+    the same in all.
     """
-    place = torch.full((batch.sampled.numel(),), -1, dtype=torch.long)
+    device = batch.token_ids.device
+    place = torch.zeros_like(batch.sampled)
     hidden: list[Tensor] = []
     count = 0
-    counts = torch.bincount(batch.trajectories, minlength=len(batch.paths)).tolist()
-    for path, mine in zip(batch.paths, batch.tokens.cpu().split(counts), strict=True):
-        where = [position for position, sampled in enumerate(path.sampled_mask) if sampled]
-        fresh = [n for n, token in enumerate(mine.tolist()) if place[token] < 0]
-        # Every pass costs the whole path, so one that would add nothing is not run.
-        if not fresh:
-            continue
-        ids = torch.tensor([path.token_ids], device=batch.token_ids.device)
+    numbers = torch.arange(len(place), device=device)
+    for path, own in zip(batch.paths, batch.per_trajectory(numbers), strict=True):
+        ids = torch.tensor([path.token_ids], device=device)
         states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-        hidden.append(
-            states.index_select(0, torch.tensor([where[n] - 1 for n in fresh], device=ids.device))
-        )
-        place[mine[fresh]] = torch.arange(count, count + len(fresh))
-        count += len(fresh)
-    if (place < 0).any():
-        raise ValueError(
-            "a sampled token belongs to no trajectory; expected a leaf below every step"
-        )
-    inner = base_model(model)
-    device = batch.token_ids.device
-    width = inner.config.get_text_config().hidden_size
-    none = torch.zeros(0, width, dtype=inner.dtype, device=device)
-    states = torch.cat(hidden) if hidden else none
-    rows = [states.index_select(0, place.to(device))]
-    if batch.imitated is not None:
-        for ids_above, length in zip(batch.imitated.paths, batch.imitated.lengths, strict=True):
-            ids = torch.tensor([ids_above], device=device)
-            states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-            rows.append(states[-length - 1 : -1])
-    return torch.cat(rows)
+        is_sampled = torch.tensor(path.sampled_mask, device=device)
+        # The state before a token predicts it; a path's first token is never sampled.
+        hidden.append(states[:-1][is_sampled[1:]])
+        place[own] = torch.arange(count, count + len(own), device=device)
+        count += len(own)
+    return torch.cat(hidden).index_select(0, place)
 
 
 @torch.no_grad()
@@ -227,14 +209,10 @@ def packing_problem(model: nn.Module) -> str | None:
     tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
     columns: dict[str, Any] = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
     columns |= {"token_ids": ids, "position_ids": positions}
-    batch = TreeBatch(**columns, trees=(tree,), paths=(), step_offsets=())
+    batch = TreeBatch(**columns, trees=(tree,), paths=())
     plan = PackedPlan(batch)
-    plain = torch.stack(
-        [
-            decoder(model)(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
-            for path in paths
-        ]
-    )
+    one, two = (decoder(model)(input_ids=ids[path][None], use_cache=False) for path in paths)
+    plain = torch.cat([one.last_hidden_state, two.last_hidden_state])
     try:
         with tree_attention(model):
             packed = _states(model, plan)
@@ -299,7 +277,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = VOCAB
     Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the
     call and the model's own restored after it; a model that cannot take it is run once per
     trajectory. Gradients flow to the model, except under its own gradient checkpointing, for which
-    `Learner` keeps the attention installed.
+    the attention of `Learner` stays installed.
 
     Raises:
         ModelError: its logits cannot be had from hidden states and output embeddings.

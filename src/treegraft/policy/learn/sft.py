@@ -8,7 +8,7 @@ on and answering can be left out (skill without propensity) or shown with a chos
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
@@ -26,8 +26,6 @@ when their turn comes."""
 MOST_UNFIT = 0.05
 """Share of a file's rows that may be left out as unfit; with more, the file is another than was
 meant."""
-MAX_KEPT = 4096
-"""Solutions of the expert that are kept: one that plays a game takes its time."""
 
 
 class Demonstrations:
@@ -47,7 +45,7 @@ class Demonstrations:
         Args:
             show: makes the expert's calls in environments, so that demonstrations hold what
                 rollouts hold; None where the tasks have no environment.
-            stored: at least one, of a file or a buffer; None asks the expert.
+            stored: at least one, of a file or a buffer; None for those of the expert.
 
         Raises:
             DataError: the tasks have no expert, or the format cannot write more than MOST_UNFIT of
@@ -58,17 +56,17 @@ class Demonstrations:
         self._settings = settings
         self._seed = seed
         self._show = show
-        self._solved: dict[str, Demonstration] = {}
-        """By the whole task, the latest last; of environments, as they showed it."""
+        self._shown: dict[int, list[Demonstration]] = {}
+        """Of the step that was prepared last, as environments showed them."""
         self._stored = stored
         self.left_out = ""
         """How many of the stored ones that were looked at the format cannot write, and why."""
         self._orders: dict[int, list[int]] = {}
         """Of the stored demonstrations, by pass."""
         if stored is not None:
-            # Spread over the whole file: a misfit often stands in its later part.
+            # Spread over the whole file: a misfit is often in its later part.
             spread = stored[:: max(1, len(stored) // NUM_CHECKED)]
-            unfit = [one for one in map(self._misfit, spread) if one]
+            unfit = list(filter(None, map(self._misfit, spread)))
             if unfit:
                 reason = few_unfit(settings.traces, unfit, len(spread), "cannot be written")
                 self.left_out = f"{len(unfit)} of {len(spread)} {reason}"
@@ -86,47 +84,27 @@ class Demonstrations:
 
     async def prepare(self, step: int) -> None:
         """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
-        that `batch` holds them as they are there. Raises `DataError` for one that its environment
+        that `batch` returns them as they are there. Raises `DataError` for one that its environment
         contradicts."""
         if self._show is None or self._stored is not None:
             return
-        todo: dict[str, Demonstration] = {}
-        for task in self._tasks(step, self._settings.batch_size):
-            # Ids and questions alone may repeat.
-            key = repr(task)
-            if key in self._solved:
-                self._solved[key] = self._solved.pop(key)
-            elif (one := self._solution(task)) is not None:
-                todo[key] = one
-        self._keep(dict(zip(todo, await self._show(list(todo.values())), strict=True)))
-
-    def _keep(self, solved: Mapping[str, Demonstration]) -> None:
-        self._solved |= solved
-        while len(self._solved) > MAX_KEPT:
-            del self._solved[next(iter(self._solved))]
-
-    def _tasks(self, step: int, num: int) -> Sequence[Task]:
-        return self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
-
-    def _solution(self, task: Task) -> Demonstration | None:
-        key = repr(task)
-        if key in self._solved:
-            return self._solved[key]
-        # By the task's id, not by the step: the expert shows a task in the same way each time.
-        steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
-        if steps and self._show is None:
-            self._keep({key: (task, steps)})
-        return (task, steps) if steps else None
+        made = self._made(step, self._settings.batch_size)
+        self._shown = {step: await self._show(made)}
 
     def _made(self, step: int, num: int) -> list[Demonstration]:
-        found = map(self._solution, self._tasks(step, num))
-        return [one for one in found if one is not None]
+        found = []
+        for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
+            # By the task's id, not by the step: the expert solves a task in the same way each time.
+            steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
+            if steps:
+                found.append((task, steps))
+        return found
 
     def batch(self, step: int) -> list[Tree]:
         """Returns the demonstrations of warm-up step `step` as trees of one path."""
         size = self._settings.batch_size
         if self._stored is None:
-            chosen = self._made(step, size)
+            chosen = self._shown.get(step) or self._made(step, size)
         else:
             places = range(step * size, (step + 1) * size)
             chosen = [self._stored[self._place(place)] for place in places]
@@ -167,7 +145,8 @@ class Demonstrations:
     def _demonstrate(
         self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
     ) -> Tree:
-        """The demonstration as a tree; by keyed coins it decides, is cut short and holds grafts."""
+        """The demonstration as a tree; keyed coins say whether it decides, is cut short and
+        contains grafts."""
         frac = self._settings.decision_frac
         try:
             # With a share of 0, decisions are learned like all other tokens. Else a demonstration
@@ -190,7 +169,7 @@ class Demonstrations:
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
-        """Which steps are shown as retrieved."""
+        """Which steps become grafts."""
         chosen: set[int] = set()
         # Never the first one nor two in a row: each graft follows a step of the agent's own. And
         # never the last one, which answers.
@@ -206,7 +185,7 @@ class Demonstrations:
         """The demonstration cut where a keyed coin says to answer too early."""
         probabilities = self._settings.continue_prob
         for count in range(1, len(steps) - 1):
-            # The last one given holds for all later steps.
+            # The last one is that of all later steps.
             goes_on = probabilities[min(count, len(probabilities)) - 1]
             early = self._source.early_answer(task, steps[:count])
             if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
@@ -248,11 +227,11 @@ def demonstration_tree(
     Args:
         masks_decisions: leave out, in each step after a result, the token in which going on and
             answering differ.
-        grafts: indices of steps that are shown as retrieved, without loss.
+        grafts: indices of steps that become retrieved ones, without loss.
     """
     path = []
     for index, content in enumerate(steps):
-        # Without loss, since the text is another agent's; it is shown so that the policy has seen
+        # Without loss, since the text is another agent's; it is there so that the policy has seen
         # such steps before the first update grafts some.
         if index in grafts:
             path.append(Written(content, [(format.render_graft([content]), Origin.RETRIEVED)]))

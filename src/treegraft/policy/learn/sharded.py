@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,17 +25,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from treegraft.core.errors import CheckpointError, ModelError, SettingError
+from treegraft.core.errors import ModelError, SettingError
 from treegraft.policy.attention_hook import install_attention
 from treegraft.policy.checkpoint import write_model
 from treegraft.policy.learn.flex import prove_flex
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.ranks import Ranks
-from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import ScoringModel, check_head, packing_problem
 from treegraft.policy.load import DTYPES, load_model, with_adapters
 from treegraft.policy.output_head import base_model, decoder
-from treegraft.policy.shards import TensorFiles, local_rows, write_rows
+from treegraft.policy.shards import local_rows
 from treegraft.policy.weights import (
     adapted_modules,
     bit_sum,
@@ -124,6 +123,7 @@ def meta_model(shape: str, config: Config) -> Any:
 
     data = json.loads(shape)
     if config.model.trust_remote_code:
+        # A class of the model's own folder, which AutoConfig.for_model does not know.
         model, _ = load_model(config.model, has_weights=False)
         model.float()
     else:
@@ -169,7 +169,7 @@ class StreamedWeights:
 
 
 class ShardedLearner(Learner):
-    """A learner of which each rank holds a share."""
+    """A learner of which each rank has a share."""
 
     def __init__(
         self,
@@ -200,6 +200,7 @@ class ShardedLearner(Learner):
             team=ranks,
             shares_card=config.engine.shares_card,
         )
+        # Its memory is free now that each rank has its rows.
         self._source = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
@@ -317,90 +318,21 @@ class ShardedLearner(Learner):
     with_logprobs = on_all_ranks(Learner.with_logprobs)
     with_exact_entropies = on_all_ranks(Learner.with_exact_entropies)
 
-    # ------------------------------------------------------------------ files
+    keep_reference = on_all_ranks(Learner.keep_reference)
+    save = on_all_ranks(Learner.save)
+    load = on_all_ranks(Learner.load)
 
-    @property
-    def _suffix(self) -> str:
-        return f"-{self.ranks.rank + 1:05d}-of-{self.ranks.size:05d}"
-
-    @on_all_ranks
-    def keep_reference(self, folder: Path | None = None, *, is_new: bool = True) -> None:
-        """As `Learner.keep_reference`; each rank writes its rows."""
-        if folder is None:
-            self.reference = Reference(self.model)
-            return
-        if is_new and self.ranks.rank == 0:
-            Reference.clear(folder)
-        self.ranks.barrier()
-        self.reference = Reference(self.model)
-        if is_new:
-            self.reference.save(folder, self._suffix, is_first=self.ranks.rank == 0)
-        else:
-            self.reference.load(folder)
-        self.ranks.barrier()
-
-    @on_all_ranks
-    def save(self, folder: Path) -> None:
-        """As `Learner.save`: rank 0 writes the plain model, and each rank its rows of the
-        optimiser's state."""
-        is_main = self.ranks.rank == 0
-        if is_main:
-            write_model(folder, self.model, self.stream())
-            # Divided weights are float32, whatever those of the plain model are.
-            config = base_model(self.model).config
-            config.dtype = self._dtype
-            config.save_pretrained(folder)
-        else:
+    def _write_model(self, folder: Path) -> None:
+        if self.ranks.rank:
+            # Rank 0 gathers each tensor with the help of all.
             for _ in self.stream():
                 pass
-        path = folder / "treegraft" / f"optimiser{self._suffix}.safetensors"
-        write_rows(path, self.state(), is_first=is_main)
-        self.ranks.barrier()
-
-    @on_all_ranks
-    def load(self, folder: Path) -> None:
-        """As `Learner.load`; each rank reads its rows, whatever number of ranks wrote them."""
-        files = TensorFiles(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
-        try:
-            self.load_state(_State(files, dict(self.model.named_parameters())))
-        except KeyError as error:
-            raise CheckpointError(
-                f"checkpoint '{folder}': the optimiser's state lacks {error}; expected that of this"
-                " model, in the files of all ranks that wrote it. Take another checkpoint.",
-                code="optimiser-mismatch",
-            ) from error
-
-
-class _State(Mapping[str, Tensor]):
-    """The state of an optimiser in files, each tensor divided as its weight is."""
-
-    def __init__(self, files: TensorFiles, weights: Mapping[str, Any]) -> None:
-        self._files = files
-        self._weights = weights
-
-    def __getitem__(self, name: str) -> Tensor:
-        kind, _, weight_name = name.partition(".")
-        weight = self._weights.get(weight_name)
-        if kind not in ("master", "exp_avg", "exp_avg_sq") or weight is None:
-            return self._files.whole(name)
-        local, first = local_rows(weight)
-        part = self._files.rows(name, first, local.shape[0]) if local.numel() else local.detach()
-        return DTensor.from_local(
-            part.to(local.device, local.dtype),
-            weight.device_mesh,
-            weight.placements,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files.names)
-
-    def __len__(self) -> int:
-        return len(self._files.names)
+            return
+        write_model(folder, self.model, self.stream())
+        # Divided weights are float32, whatever those of the plain model are.
+        config = base_model(self.model).config
+        config.dtype = self._dtype
+        config.save_pretrained(folder)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -59,10 +59,10 @@ def num_ranks(config: Config) -> int:
 @contextmanager
 def joined(config: Config, command: str = "train") -> Iterator[Team]:
     """Holds the connection to the other ranks for the time of the block, at whose end rank 0 ends
-    them. Without torchrun it starts those that learn.ranks asks for.
+    them. Without torchrun it starts those of learn.ranks.
 
     Raises:
-        RankError: a rank has not come, or an end was asked for because one has ended.
+        RankError: a rank has not come, or the run was interrupted since one has ended.
         SettingError: ranks are not alike, or their number is not that of the settings.
     """
     size = num_ranks(config)
@@ -119,6 +119,7 @@ def _started(config: Config, size: int, command: str) -> Iterator[Ranks]:
                 try:
                     process.wait(grace_s)
                 except subprocess.TimeoutExpired:
+                    # It waits in a collective that nobody will join any more.
                     process.kill()
                     process.wait()
 

@@ -24,7 +24,7 @@ from treegraft.policy.learn.dense import (
     AttentionShape,
     dense_attend,
     distance_from_dense,
-    is_exact,
+    exactness,
 )
 from treegraft.policy.learn.flex import (
     BLOCK,
@@ -41,7 +41,7 @@ from treegraft.policy.learn.flex import (
 from treegraft.policy.learn.pack import Node, TreeBatch
 
 MASK_LIMIT = 4096
-"""Tokens of a path up to which a GPU takes gathered keys: past it the scores of a layer with 32
+"""Tokens of a path up to which a GPU works on gathered keys: past it the scores of a layer with 32
 heads may be over 2 GB in float32."""
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class PackedPlan:
         # From the nodes: the tensor's maximum would make the host wait for the device.
         self._longest = max(map(num_tokens_of, self._paths), default=0)
         self._own_flex = flex
+        # By window: in some models layers with one and without one take turns.
         self._views: dict[int | None, list[_View]] = {}
         self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
@@ -216,7 +217,7 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
 
     # Tried once for each width and type: the compiler and the processor are this machine's own.
     gap = distance_from_dense(attend, AttentionShape(4, 2, width), dtype, torch.device("cpu"))
-    if is_exact(gap, dtype):
+    if gap <= exactness(dtype):
         return kernels
     _log.warning(
         "learner: attention over trees takes torch's operators, which is slower: our kernels are"
