@@ -89,7 +89,6 @@ def _time(
             details = cell(bench, bench.shape(model), load, median, of_rows)
             details |= {"first_s": first - median, "slowest_s": max(seconds)}
             bench.add(what, median, "s", details=details)
-        optimiser.clear()
 
 
 def _checkpointed(model: Any, rank: int = 0) -> Any:
@@ -100,7 +99,6 @@ def _checkpointed(model: Any, rank: int = 0) -> Any:
 def _step(arm: Arm, optimiser: MasterAdamW) -> None:
     arm.run()
     optimiser.step(lr=0.0)
-    optimiser.clear()
 
 
 def _seconds_of(bench: Bench, what: str) -> float | None:
