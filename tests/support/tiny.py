@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treegraft.runs.tree_files import parts_of
 from treegraft.traces.buffer import TraceBuffer
 
 TINY: Mapping[str, Any] = {
@@ -112,8 +111,6 @@ def contents(run_dir: Path) -> dict[str, Any]:
             found[name] = state
         else:
             found[name] = file.read_bytes()
-            if name.endswith(".zst"):
-                found |= {part.label: part.data() for part in parts_of(file)}
     return found
 
 

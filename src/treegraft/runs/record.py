@@ -4,12 +4,12 @@
       config.json                       resolved settings
       objects.json                      the Python objects that they lead to, where there are any
       metrics.jsonl                     one line per update
-      trees/updates-000000.jsonl.zst    whole trees, advantages and ratios included (`tree_files`)
-      trees/evals-000000.jsonl.zst      the same of evaluations
+      trees/update-000012.jsonl.zst     whole trees, advantages and ratios included (`tree_files`)
+      trees/eval-000010-greedy.jsonl.zst    the same of an evaluation
       checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-metrics.jsonl and the files of trees grow; every other file is written whole under another name and
-then renamed, so that no reader finds half of one.
+metrics.jsonl grows; every other file is written whole under another name and then renamed, so that
+no reader finds half of one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from treegraft.core.files import (
 from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
-from treegraft.runs.tree_files import cut_parts, find_part, in_order, parts_in, parts_of
+from treegraft.runs.tree_files import cut_parts, find_part, parts_in
 from treegraft.runs.trust import remember
 
 
@@ -51,8 +51,6 @@ def read_trees(path: Path | str) -> list[Tree]:
     if place.is_dir():
         folder = place / "trees" if (place / "trees").is_dir() else place
         parts = parts_in(folder, "update")
-    elif place.suffix == ".zst" and place.is_file():
-        parts = in_order(parts_of(place.absolute()))
     elif part := find_part(place):
         parts = [part]
     else:
@@ -266,15 +264,6 @@ class RunFolder:
         """Returns what `read_trees` and `write_trees` call an update's trees, or (kind "greedy",
         "sampled") those of an evaluation after it."""
         return self.trees_dir / (f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}")
-
-    def damaged_trees(self, update: int, *, has_all: bool) -> list[str]:
-        """Returns the trees, up to those of an update, that are missing or not as they were
-        written; where earlier ones may have been dropped (`has_all` is false), those between."""
-        parts = [part for part in parts_in(self.trees_dir) if part.update <= update]
-        numbers = {part.update for part in parts if part.kind == "update"}
-        first = 1 if has_all else min(numbers, default=update + 1)
-        missing = [f"trees/update-{n:06d}" for n in range(first, update + 1) if n not in numbers]
-        return [*missing, *(one.label for one in parts if one.checksum not in ("", one.sum_here()))]
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""

@@ -90,7 +90,7 @@ def resumed(
             changed = changes(state.beside, folder_inputs(run_dir, state, places), places)
             if not accepts_changes:
                 refuse_changed(run_dir, checkpoint, changed)
-            notices += [*changed, *_damaged_trees(folder, state.update, settings)]
+            notices += changed
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
@@ -172,18 +172,6 @@ def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[st
         )
 
 
-def _damaged_trees(folder: RunFolder, update: int, config: Config) -> Iterator[str]:
-    """What a resume does not depend on, and is not as it was written."""
-    has_all = config.track.record_trees and config.track.keep_trees is None
-    if damaged := folder.damaged_trees(update, has_all=has_all):
-        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
-        yield (
-            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is"
-            " shown of them may be wrong; the run itself does not depend on them and goes on as it"
-            " was"
-        )
-
-
 def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
     """Returns the checksums of what a run folder holds and a resume depends on; of metrics.jsonl
     that of the beginning that the state has seen.
@@ -201,7 +189,7 @@ def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()
     for part in parts_in(run_dir / "trees"):
         is_start = part.update == 0 and part.kind != "update" and is_begun
         if is_start or part.label in replayed:
-            found[part.label] = part.sum_here()
+            found[part.label] = part.checksum()
     if state.metrics_size:
         found[METRICS] = file_checksum(run_dir / METRICS, state.metrics_size)
     return dict(sorted(found.items()))
