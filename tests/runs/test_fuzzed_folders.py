@@ -172,7 +172,8 @@ def commands_for(name: str, folder: Path) -> list[list[str]]:
         return [["compare", *both], [*again, both[0]]]
     if name.endswith("config.json") and "treegraft" not in name and "checkpoints" in name:
         return [["eval", run]]
-    reading = [["view", run, "--text"], ["compare", run, run], ["report", run, "--out", f"{run}-r"]]
+    reading = [["view", run, "--text", "newest"], ["compare", run, run]]
+    reading.append(["report", run, "--out", f"{run}-r"])
     reading = reading if "checkpoints" not in name else [["eval", run]]
     return [*reading, ["train", "--resume", run]]
 

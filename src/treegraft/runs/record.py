@@ -49,6 +49,7 @@ def read_trees(path: Path | str) -> list[Tree]:
     """
     place = Path(path)
     if place.is_dir():
+        # A folder of trees alone is read too, as somebody may have copied it.
         folder = place / "trees" if (place / "trees").is_dir() else place
         parts = parts_in(folder, "update")
     elif part := find_part(place):
@@ -204,6 +205,7 @@ class RunFolder:
         except ImportError:  # not a Unix: no protection there
             return
         try:
+            # The system frees the lock of a process that was killed.
             lock = open_own(self.path / ".lock")
         except OSError as error:
             raise CheckpointError(
@@ -238,6 +240,7 @@ class RunFolder:
 
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Adds one line to metrics.jsonl. Raises CheckpointError if the folder was removed."""
+        # Else the append would make a folder of one file, which looks like a run.
         self.refuse_removed()
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         LineFile(self.metrics_path).append(line)
@@ -301,6 +304,7 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
             )
         raise DataError(f"'{run_dir}' has no {name}; expected a run folder", code="metrics-missing")
     try:
+        # What follows the last line break is a line that is being written.
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise DataError(
@@ -311,9 +315,7 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
 
 def _metrics_line(line: bytes, where: str) -> dict[str, float]:
     try:
-        found = parse_json(line)
-        if not isinstance(found, dict) or not isinstance(found.get("update"), int | float):
-            raise ValueError('expected an object with "update"')
+        found: dict[str, float] = parse_json(line)
         for key, value in found.items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{key} is not a number")
@@ -322,9 +324,9 @@ def _metrics_line(line: bytes, where: str) -> dict[str, float]:
         if not 0 <= found["update"] < 1 << 53:
             raise ValueError("its update is out of range")
         return found
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, AttributeError, KeyError) as error:
         raise DataError(
-            f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
+            f"{where}: not a line of metrics ({plain(repr(error), 200)}); the file was damaged or"
             " changed by hand. Put back a copy of it, or remove the line to look at the rest",
             code="metrics-line-invalid",
         ) from error

@@ -82,7 +82,7 @@ class TreePart:
         data = self.data()
         if self.path.suffix == _LINES:
             return data.splitlines(keepends=True)
-        found = []
+        found: list[bytes | memoryview] = []
         left = memoryview(data)
         while left:
             # The size of a frame is known without unpacking it, so a page of one tree is fast.
@@ -135,7 +135,9 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
     lines = [f"{tree_to_json(tree)}\n".encode() for tree in trees]
     if PART_NAME.fullmatch(path.name):
         path = path.with_name(f"{path.name}{_PACKED}")
+        # A frame for each tree takes a quarter more room than one, and is read alone.
         lines = [zstd.compress(line, options=_OPTIONS) for line in lines]
+    # A viewer of a live run must never read half of an update.
     write_atomically(path, b"".join(lines))
 
 
