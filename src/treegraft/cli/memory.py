@@ -125,6 +125,7 @@ class Place:
     @classmethod
     def planned(cls, config: Config, num_gpus: int, gpu_gb: float = 80) -> Place:
         """Returns GPUs that need not be here, each with so much memory in 10^9 bytes."""
+        # Data sheets count in 10^9 bytes, drivers in 2^20.
         room = Room(int(gpu_gb * 1e9), int(gpu_gb * 1e9), "each GPU")
         # "auto" takes as many as torchrun starts, commonly one for each GPU.
         ranks = num_gpus if config.learn.ranks == "auto" else config.learn.ranks
@@ -214,6 +215,7 @@ def memory_of(config: Config, shape: ModelShape, place: Place) -> list[Finding]:
         return [*found, Finding("sum", gigabytes(total))]
     note = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"
     if left < 0:
+        # In the order of what they cost: the first two change no result.
         note += f". {_ADVICE}"
     elif path := parts.get("keys and values of a path", 0.0):
         note += f", room for {1 + int(left // path):,} paths of {_path_tokens(config):,} tokens"

@@ -55,6 +55,7 @@ class RunReader:
         self._state: tuple[Any, dict[str, Any]] | None = None
         # The page of a tree asks for one leaf after another.
         self._read_tree = lru_cache(_KEPT_TREES)(_read_tree)
+        # By the part, which has the file's time: a file that changed is read again.
         self._read_groups = lru_cache(_KEPT_FILES)(_read_groups)
 
     def config(self) -> dict[str, Any]:
@@ -320,10 +321,12 @@ class RunSet(Mapping[str, RunReader]):
             # A run contains no other runs, and its checkpoints are folders with a config.json too.
             if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
                 below.clear()
+            # In place: os.walk reads this list to go on. Hidden folders are half-made runs.
             below[:] = sorted(name for name in below if not name.startswith("."))
         return found
 
     def _add(self, path: Path) -> None:
+        # Two names of one folder, such as a link to it, are one run.
         place = path.resolve()
         if place in self._known:
             return
