@@ -152,8 +152,9 @@ def find_part(path: Path) -> TreePart | None:
     """Returns the part `path`, such as trees/update-000012, or the file of lines at this path; None
     if there is none."""
     path = path.absolute()
-    for ending in ("", _PACKED, _LINES):
-        place = path.with_name(f"{path.name}{ending}")
+    # Runs of 0.7 had files of lines, whose names are in people's scripts.
+    name = path.name.removesuffix(_LINES)
+    for place in (path, path.with_name(name + _PACKED), path.with_name(name + _LINES)):
         if place.is_file():
             # A user's own link may lead anywhere; those in a run folder may not.
             return part_of(place if place.parent.name == "trees" else place.resolve())
