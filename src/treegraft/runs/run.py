@@ -483,7 +483,7 @@ class Run:
     def _recorded(self, evaluation: Any) -> dict[str, float]:
         """Records the trees of an evaluation; returns its metrics."""
         number = self.state.update
-        metrics = evaluation.metrics
+        metrics: dict[str, float] = evaluation.metrics
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
         if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():

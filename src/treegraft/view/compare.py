@@ -53,17 +53,17 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
         runs.append(lines)
         notes += [f"{run.name}: {note}" for note in left_out]
     names: set[str] = set()
-    for run in runs:
-        names = names.union(*run)
+    for one in runs:
+        names = names.union(*one)
     key = ACCURACIES[1] if ACCURACIES[0] not in names and ACCURACIES[1] in names else ACCURACIES[0]
     accuracies = []
-    for run in runs:
-        accuracies.append({int(line["update"]): line[key] for line in run if key in line})
+    for one in runs:
+        accuracies.append({int(line["update"]): line[key] for line in one if key in line})
     rows: list[Row] = []
     for update in sorted(set().union(*accuracies)):
-        rows.append((f"update {update}", [one.get(update) for one in accuracies]))
+        rows.append((f"update {update}", [values.get(update) for values in accuracies]))
     for cost in COSTS:
-        rows.append((cost, [_cost_of(run, cost) for run in runs]))
+        rows.append((cost, [_cost_of(one, cost) for one in runs]))
     return key, rows, notes
 
 
