@@ -407,7 +407,7 @@ def test_damaged_checkpoints(
     metrics = (copy / "metrics.jsonl").read_text()
     code, text = treegraft("train", "--resume", copy, "run.num_updates=3")
     assert code == 3 and str(checkpoint) in text and part in text
-    way = f"Go on from update-000001 with: treegraft train --resume {copy} --accept-changes"
+    way = f"the run goes on from update-000001 with: treegraft train --resume {copy}"
     assert way in text
     assert (copy / "metrics.jsonl").read_text() == metrics
     code, text = treegraft("eval", copy)
