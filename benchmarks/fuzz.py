@@ -163,7 +163,7 @@ def read_all(draw: random.Random, folder: Path, undisturbed: Path) -> Ended:
     # Figures take most of the time; a report without one still reads the whole run.
     figures = [] if draw.random() <= 1 / DRAWN_EVERY else ["--only", "sweep"]
     for arguments in (
-        ["view", run, "--text"],
+        ["view", run, "--text", "newest"],
         ["compare", run, run],
         ["report", run, "--out", f"{run}-r", *figures],
     ):

@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from treegraft.runs.tree_files import parts_in
+from treegraft.runs import tree_files
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
@@ -73,12 +73,15 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def trees_of(run: Path) -> dict[str, list[bytes]]:
-    """Returns the lines of trees of each update and evaluation, in either version's files, without
-    a field of 0.6 that was always false."""
-    return {
-        part.name: [line.replace(b',"is_cached":false', b"").strip() for _, line in part.lines()]
-        for part in parts_in(run / "trees")
-    }
+    """Returns the lines of trees of each update and evaluation, however a version's files divide
+    them."""
+    found: dict[str, list[bytes]] = {}
+    for path in sorted((run / "trees").glob("*.zst")):
+        text = tree_files.zstd.decompress(path.read_bytes())  # type: ignore[attr-defined]
+        for line in text.splitlines():
+            name = str(json.loads(line)["group_id"]).partition("/")[0]
+            found.setdefault(name, []).append(line)
+    return found
 
 
 def is_same(one: float, other: float) -> bool:

@@ -54,8 +54,8 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         "before",
     ),
     # Trees of two evaluations, the first update, two evaluations, the second update.
-    "half of an evaluation written": ("treegraft.runs.tree_files:append_whole", 5, "half"),
-    "half of the trees written": ("treegraft.runs.tree_files:append_whole", 6, "half"),
+    "half of an evaluation written": ("treegraft.runs.tree_files:write_atomically", 5, "half"),
+    "half of the trees written": ("treegraft.runs.tree_files:write_atomically", 6, "half"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "an old checkpoint half removed": ("treegraft.runs.checkpoint:remove_folder", 5, "before"),
 }
@@ -111,9 +111,8 @@ def test_what_is_compared_is_everything(killed: tuple[Path, dict[str, int]]) -> 
     for name in (
         "config.json",
         "metrics.jsonl",
-        "trees/update-000003",
-        "trees/eval-000000-greedy",
-        "trees/updates-000000.jsonl.zst",
+        "trees/update-000003.jsonl.zst",
+        "trees/eval-000000-greedy.jsonl.zst",
     ):
         assert name in names
     for name in (

@@ -123,6 +123,7 @@ class Parts:
                     placement=placement,
                     model=loaded.model if needs in ("model", "learner") else None,
                 )
+                # Else this frame would keep the model in memory once a learner has taken it.
                 del loaded
             yield parts
 
@@ -323,6 +324,7 @@ class _World:
         tools = build_tools(config.tools, own_tools)
         # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         explorer = build_explorer(config.explore, vocab_size=2)
+        # All contradictions at once, so that a recipe is corrected once.
         refuse(check(config, explorer, tools, kind))
         return cls(config, tasks, rewards, kind, tools)
 
@@ -338,6 +340,7 @@ class _World:
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
         is_tiny = settings.path == "tiny"
+        # The tiny model has an embedding for each word of its tasks and for no other.
         words = closed_vocabulary(self.tasks, self.tools, config.warmup) if is_tiny else []
         with about("model.path"):
             return load_model(
@@ -368,6 +371,7 @@ class _World:
         max_prompt = None
         if limits:
             refuse(check_context(config, min(limits)))
+            # A prompt that leaves no room would fail in each of its trajectories.
             max_prompt = min(limits) - longest_completion(config)[1]
         # A checkpoint of ours holds the template already.
         if model_path is None or not (Path(model_path) / "treegraft").is_dir():
@@ -382,6 +386,7 @@ class _World:
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)
         toolbox = Toolbox(self.tools, config.tools, environments)
+        # Services that tools have started end with the parts, whatever failed after them.
         stack.push_async_callback(toolbox.close)
         return {
             "config": config,
@@ -483,6 +488,7 @@ def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limit
     """Returns the limits of a trajectory in an evaluation, which samples as its own table says."""
     limits = training_limits(config)
     own = config.eval
+    # Allowed in an evaluation alone: in training the loss needs the plain softmax.
     filters = Filters(repetition_penalty=own.repetition_penalty)
     # The most likely token stays whatever else is left out.
     if temperature > 0:

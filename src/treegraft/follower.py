@@ -36,6 +36,7 @@ class FollowedSession:
         limit_threads(self.config.run.num_threads)
         self._held = ExitStack()
         self._held.enter_context(with_gradients())
+        # Without a model: rank 0 sends this rank its rows of the weights.
         self.learner = build_learner(self._ranks, self.config)
         return self
 
@@ -64,6 +65,7 @@ class FollowedSession:
 
     def credit(self, trees: Sequence[Tree]) -> Trees:
         """Scores entropies that an engine does not know."""
+        # A rank that skipped this pass would leave the others waiting in a collective.
         follow(self.learner, self._ranks)
         return Trees()
 
@@ -77,6 +79,7 @@ class FollowedSession:
 
     def sync_weights(self, version: int) -> None:
         """Gathers the weights for rank 0's engine."""
+        # Gathering is a collective: rank 0 gets whole tensors if all ranks take part.
         self.learner.weights().follow()
 
     def evaluate(self) -> None:
@@ -153,6 +156,7 @@ class FollowedRun:
 
     def result(self) -> RunResult:
         """Returns rank 0's result, after a last checkpoint."""
+        # The order of rank 0's `Run.result`: the last checkpoint, then the result.
         if not self.is_finished:
             self._save()
         found = self._ranks.share()

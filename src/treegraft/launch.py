@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from treegraft.core.errors import SettingError, first_cause, nearest
+from treegraft.core.errors import SettingError, first_cause
 from treegraft.core.given import GIVEN, GivenObjects, giving
+from treegraft.core.import_paths import pick
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import others_as_ctrl_c
 from treegraft.core.registry import Entry, registered
@@ -22,7 +23,6 @@ from treegraft.runs.run import Run
 from treegraft.session import Session, Surroundings
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, Source, with_objects
-from treegraft.settings.packages import missing_packages
 
 
 class Options(Objects, total=False):
@@ -69,11 +69,13 @@ def opened(
     kind = _placement(placement, given)
     # Under torchrun each rank runs the script that has the objects.
     if own.learn.ranks not in ("auto", 1) and not is_started():
+        # Ranks that we start read settings from standard input, which holds no objects.
         _refuse_local(given, f"learn.ranks = {own.learn.ranks}")
     is_empty = source is None and resume is None and not given.records
     with ExitStack() as ends:
         for one in (others_as_ctrl_c(), first_cause(), giving(given)):
             ends.enter_context(one)
+        # Other ranks begin here: whatever follows is asked of rank 0 alone.
         team = ends.enter_context(joined(own, command))
         if team.rank:
             yield _followed(own, team, ends)
@@ -89,9 +91,10 @@ def opened(
             accepts_changes=accepts_changes,
             callbacks=callbacks,
         )
+        # From here on its end releases the folder, and removes one just made.
         ends.enter_context(run)
-        _refuse_unfit(run.config)
         is_over = run.is_finished and command != "sft"
+        # What `FollowedRun` reads first on each other rank.
         team.share(is_over)
         place = None
         if kind is not None and not is_over:
@@ -101,6 +104,7 @@ def opened(
             ends.enter_context(session)
             show_texts(run.display, session.tokenizer)
             ends.enter_context(run.recording(session, session.parts.source.report()))
+            # After `recording`, which makes the folder: nothing is written for bad input.
             session.settle(run.path)
         yield run, session
         team.finish()
@@ -135,12 +139,6 @@ def _followed(config: Config, team: Team, ends: ExitStack) -> tuple[Run, Session
     return cast(Run, run), cast(Session, session)
 
 
-def _refuse_unfit(config: Config) -> None:
-    """Refuses what no training can begin with."""
-    if missing := missing_packages(config):
-        raise SettingError("\n".join(missing.values()), code="packages-missing")
-
-
 def _refuse_local(objects: GivenObjects, place: str) -> None:
     """Raises `SettingError` for objects that other processes cannot find."""
     if names := list(objects.by_name):
@@ -158,11 +156,5 @@ def _placement(name: str | None, given: GivenObjects) -> Entry | None:
     if name is None:
         return None
     _refuse_local(given, f"placement '{name}'")
-    known = registered("placement")
-    if name not in known:
-        raise SettingError(
-            f"placement: got '{name}', expected None for this process, or one that an extension"
-            f" brings: {', '.join(known) or 'there is none'}.{nearest(name, known)}",
-            code="unknown-placement",
-        )
-    return known[name]
+    entry: Entry = pick(name, registered("placement"), "placement")
+    return entry

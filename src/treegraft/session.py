@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -262,6 +261,7 @@ class Session:
         config = self.config
         within = self._within
         within.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
+        # Before the model: wrong tasks are told at once, not after minutes of loading.
         source = build_tasks(config.tasks, config.run.seed)
         if config.run.num_updates and not within.warms_up_only and not source.train_tasks():
             raise DataError(
@@ -297,9 +297,11 @@ class Session:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         self._tasks_checksum = tasks_checksum(parts.train_tasks, parts.eval_tasks)
         await parts.try_environment()
+        # A reward function that raises would end the run after the first rollouts.
         await parts.try_rewards(parts.train_tasks)
         self.sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         self.sampler.restore(within.state.sampler or {})
+        # ARPO divides changes of entropy by the vocabulary's size, or its logarithm.
         self.explorer = training_explorer(config, parts.tokenizer)
         self.buffer: RolloutBuffer | None = None
         """The Step-Trace Buffer; None if a retriever was given."""
@@ -443,6 +445,7 @@ class Session:
                 # What later updates had added is gone only now.
                 self._book = lesson_book(config, self.buffer, parts)
         self._replay = Replay(config, self._replayed_folder(), state.update)
+        # Last, since what it retrieves from is open only now.
         self.grower = parts.grower(self.explorer, retriever=retriever)
         self._is_ready = True
 
@@ -622,10 +625,12 @@ class Session:
             )
         team = self._within.team
         for step in range(self.num_warm_up_steps, settings.num_steps):
+            # An engine that can leave the card does so while the learner works.
             self._wait(self._publisher.rest)
             began = time.monotonic()
             cpu_began = time.process_time()
             self._wait(demonstrations.prepare, step)
+            # Every rank takes the same rate and the same trees, in this order (follower.py).
             rate = team.share(learning_rate(settings, step))
             trees = team.share_trees(demonstrations.batch(step))
             loss = learner.imitate(trees, rate, settings.weight_decay)
@@ -660,7 +665,7 @@ class Session:
                 teach nothing if the recipe asks for that.
 
         Raises:
-            SettingError: a task twice, or no number.
+            SettingError: a task twice, or no task.
             DataError: a task whose prompt cannot be made.
             EngineError: the engine has died, or every trajectory failed for a reason of ours.
         """
@@ -673,7 +678,6 @@ class Session:
         return await self.arun(self._sampled, update, tasks)
 
     async def _sampled(self, update: int, tasks: Sequence[Task] | None) -> Trees:
-        _check_number(update)
         await self._make_ready()
         self.clock = Clock()
         self.grower.watch = self._watch
@@ -681,6 +685,7 @@ class Session:
             trees = await self._grown(update, tasks)
             if self._learns and self._learner is not None:
                 await self._publisher.rest()
+        # Earlier tasks alone are lessons: those of this update have trees of their own.
         self._num_drawn_before = self._num_drawn
         self._num_drawn += trees.num_drawn
         self._last = trees
@@ -753,6 +758,7 @@ class Session:
         own = Trees.of(trees)
         with self.clock("learn"), giving(self._given):
             chosen = self.lessons(own.sampled, update)
+            # By the update's number, so that a resumed run replays the same groups.
             mixed = self._replay.mixed(update, own)
             team = self._within.team
             self.update = update
@@ -788,6 +794,7 @@ class Session:
             added = self.buffer.grow(trees, update)
             if self._book is not None and self.buffer.origin == "self":
                 add_lessons(self._book, added, self.parts)
+        # Also without a buffer: the sampler of tasks learns from how hard they were.
         self.sampler.take(update, trees)
 
     # ------------------------------------------------------------------ weights
@@ -817,6 +824,7 @@ class Session:
             # A loop with a step of its own has no `learn` to say so.
             self.update = version
             await self._publisher.publish(version)
+            # Law 7: the engine has to give the learner's log-probabilities within this gap.
             gap = self._learned.get("learn/engine_gap")
             self._learned |= self._publisher.check(version, gap)
         else:
@@ -836,6 +844,7 @@ class Session:
         if weights is not None and not hasattr(weights, "fingerprint"):
             named = dict(named_weights(weights) if hasattr(weights, "state_dict") else weights)
             weights = ModelWeights({name: tensor.detach() for name, tensor in named.items()})
+        # Waits for completions under way: one version writes a whole completion (law 15).
         await hand_over(self.engine, cast(WeightSource, weights), version)
 
     # ------------------------------------------------------------------ measuring
@@ -905,6 +914,7 @@ class Session:
         """Writes an update's trees into a folder that `treegraft view` shows, and a line of
         metrics, None for none; what the folder has of this update and of later ones gives way."""
         place = RunFolder(Path(folder))
+        # A trainer that resumed repeats updates; two lines of one would be shown twice.
         place.cut_before(update)
         write_atomically(place.path / "config.json", config_json(self.config))
         if trees:
@@ -922,6 +932,7 @@ class Session:
             "sampler": self.sampler.state or None,
         }
         if self._learner is not None:
+            # The first gap and its breaches, by which the check of the weights judges later ones.
             found |= self._publisher.state()
         if self._book is not None:
             found["lesson_value"] = self._lesson_value
@@ -995,18 +1006,6 @@ class Session:
             reference.save(folder / SAVED)
         if self._is_ready:
             self._replay.save(RunFolder(folder / SAVED))
-
-
-async def _awaited(work: Awaitable[Result]) -> Result:
-    return await work
-
-
-def _check_number(update: Any) -> None:
-    if not isinstance(update, int) or update < 0:
-        raise SettingError(
-            f"sample: got number {update!r}, expected the number of the update, 0 or more.",
-            code="update-number-invalid",
-        )
 
 
 def _check_tasks(tasks: Sequence[Any]) -> None:

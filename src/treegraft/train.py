@@ -72,6 +72,7 @@ def train(
         for update in run.updates():
             trees = session.sample(update)
             trees = session.credit(trees)
+            # Before the weights reach the engine: law 7 compares what both say of these trees.
             trees = session.learn(trees, update, run.budget_used)
             session.sync_weights(update)
             run.record(update, trees.recorded, session.pop_metrics(), session.state())
@@ -99,6 +100,7 @@ def warm_up(run: Run, session: Session) -> None:
 def evaluate_warm_up(run: Run, session: Session) -> None:
     """Evaluates after a step of the warm-up if that is due."""
     if run.is_warm_up_evaluation_due():
+        # The engine has the weights from before this step still.
         session.sync_weights(0)
         run.log_warm_up(session.evaluate())
 

@@ -234,7 +234,7 @@ assert not [name for name in sys.modules if name.startswith("treegraft.extras")]
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= 260
-    assert (tmp_path / "alone" / "trees" / "updates-000000.jsonl.zst").exists()
+    assert (tmp_path / "alone" / "trees" / "update-000001.jsonl.zst").exists()
 
 
 def test_a_method_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:

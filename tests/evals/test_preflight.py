@@ -128,7 +128,6 @@ def test_a_sound_recipe_has_no_faults_and_shows_its_first_task(recipe: dict[str,
             "reward",
             "no more than a wrong answer",
         ),
-        (['reward.funcs=["tests.evals.test_preflight:broken"]'], "scoring", "KeyError: 'solution'"),
     ],
 )
 def test_what_would_make_every_reward_alike(

@@ -113,8 +113,8 @@ def test_the_demo_is_trained_viewed_and_reported_without_the_repository(
     trained = treegraft("train", "demo", *SMALL)
     assert trained.returncode == 0, trained.stderr
     assert "update 2/2" in trained.stdout and "finished runs/first" in trained.stdout
-    viewed = treegraft("view", "runs/first", "--text")
-    assert viewed.returncode == 0 and "update 2" in viewed.stdout, viewed.stderr
+    viewed = treegraft("view", "runs/first", "--text", "update-000002/0")
+    assert viewed.returncode == 0 and "the best by reward" in viewed.stdout, viewed.stderr
     pytest.importorskip("matplotlib", reason="the extra 'report' is not installed")
     reported = treegraft("report", "runs/first")
     assert reported.returncode == 0 and "runs/first/figures" in reported.stdout, reported.stderr

@@ -81,13 +81,12 @@ CODES = {
 
 SMALL = {
     r"num_updates=\d+": "num_updates=1",
-    r"--update 4": "--update 1",
-    r"--eval 10": "--eval 1",
+    r"update-000004/": "update-000001/",
+    r"eval-000010-": "eval-000001-",
     r"--tasks 48 --rollouts 16 --paths 2": "--tasks 1 --rollouts 2 --paths 1 --out sign.jsonl",
     r"--steps 50 100 300 --margins 0 -5": "--steps 2 --margins 0 --tasks 2",
     r"--num 1000000 --texts 20000": "--num 400 --texts 50 --queries 8 --encoder hashing --runs 1",
     r"benchmarks\.tools$": r"benchmarks.tools 1",
-    r"fault_campaign (\S+) --num 100": r"fault_campaign \1 --num 2",
     r"benchmarks\.fuzz (\S+)$": r"benchmarks.fuzz \1 --inputs 4 --folders 2",
     r"serving\.py (\S+)": r"serving.py \1 tasks_per_update=2 num_leaves=4 warmup.num_steps=2"
     " max_completion_tokens=32 --updates 2 --ways native native-2-ranks",

@@ -146,8 +146,8 @@ RUN_FILES = (
     "a/metrics.jsonl",
     "a/buffer.json",
     "a/buffer/traces.sqlite",
-    "a/trees/updates-000000.jsonl.zst",
-    "a/trees/evals-000000.jsonl.zst",
+    "a/trees/update-000001.jsonl.zst",
+    "a/trees/eval-000000-greedy.jsonl.zst",
     "a/checkpoints/update-000001/treegraft/state.json",
     "a/checkpoints/update-000001/treegraft/config.json",
     "a/checkpoints/update-000001/treegraft/optimiser.safetensors",
@@ -171,7 +171,8 @@ def commands_for(name: str, folder: Path) -> list[list[str]]:
         return [["compare", *both], [*again, both[0]]]
     if name.endswith("config.json") and "treegraft" not in name and "checkpoints" in name:
         return [["eval", run]]
-    reading = [["view", run, "--text"], ["compare", run, run], ["report", run, "--out", f"{run}-r"]]
+    reading = [["view", run, "--text", "newest"], ["compare", run, run]]
+    reading.append(["report", run, "--out", f"{run}-r"])
     reading = reading if "checkpoints" not in name else [["eval", run]]
     return [*reading, ["train", "--resume", run]]
 

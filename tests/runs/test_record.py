@@ -4,8 +4,6 @@ checkpoint."""
 from __future__ import annotations
 
 import json
-import random
-import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from tests.support.examples import at_most
 from tests.support.tiny import tiny
 from tests.support.trees import Part, build_tree, recorded_trees
 
-from treegraft.core.errors import CheckpointError, DataError, SettingError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.given import GivenObjects
 from treegraft.core.steps import observation_from
 from treegraft.core.types import (
@@ -39,7 +37,7 @@ from treegraft.runs.display import NoDisplay
 from treegraft.runs.open import find_checkpoint
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.runs.run import Run
-from treegraft.runs.tree_files import TreePart, drop_parts, parts_in, parts_of, write_trees
+from treegraft.runs.tree_files import drop_parts, parts_in, write_trees
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.session import Session
 from treegraft.settings.load import load_config
@@ -152,10 +150,6 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
     folder.cut_to(2, sizes[1])
     assert read_metrics(folder.path) == [
         {"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)
-    ]
-    assert sorted(file.name for file in folder.trees_dir.iterdir()) == [
-        "evals-000000.jsonl.zst",
-        "updates-000000.jsonl.zst",
     ]
     assert [part.name for part in parts_in(folder.trees_dir)] == [
         "update-000001",
@@ -283,138 +277,47 @@ def test_old_trees_are_dropped_and_evaluations_stay(tmp_path: Path) -> None:
     for number in (1, 2, 10, 11, 100):
         write_trees(folder.trees_path(number), [TREE])
     write_trees(folder.trees_path(1, "greedy"), [TREE])
-    before = folder.trees_dir / "updates-000000.jsonl.zst"
-    kept = before.read_bytes()[before.stat().st_size // 2 :]
     drop_parts(folder.trees_dir, 9)
-    assert before.read_bytes() == kept
     left = ["eval-000001-greedy", "update-000010", "update-000011", "update-000100"]
     assert [part.name for part in parts_in(folder.trees_dir)] == left
-    assert folder.damaged_trees(11, has_all=False) == []
-    assert folder.damaged_trees(2, has_all=True) == ["trees/update-000001", "trees/update-000002"]
-    drop_parts(folder.trees_dir, 99)
-    assert not before.exists() and len(parts_in(folder.trees_dir, "update")) == 1
 
 
-def test_trees_whose_names_exceed_a_head_are_found_and_kept(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "{}")
-    tasks = [replace(TREE.task, id=f"{n}{'x' * 40_000}") for n in range(30)]
-    trees = [replace(TREE, task=task) for task in tasks]
-    write_trees(folder.trees_path(1, "greedy"), trees)
-    assert read_trees(folder.trees_dir / "eval-000001-greedy") == trees
-    folder.cut_to(1, 0)
-    (pack,) = folder.trees_dir.iterdir()
-    whole = pack.read_bytes()
-    # A resume removes what a crash cut off.
-    for data in (whole[:50], whole[:-1]):
-        pack.write_bytes(data)
-        folder.cut_to(1, 0)
-        assert not pack.exists()
-
-
-def packed(folder: Path) -> tuple[bytes, list[TreePart]]:
-    """The bytes of a file with updates 1 to 3 of one tree each, and its parts."""
+def written(folder: Path) -> RunFolder:
+    """A run with updates 1 to 3 of two trees each."""
     run = RunFolder.create(folder / "run", "{}")
     for number in (1, 2, 3):
-        write_trees(run.trees_path(number), [TREE])
-    path = run.trees_dir / "updates-000000.jsonl.zst"
-    return path.read_bytes(), parts_of(path)
+        write_trees(run.trees_path(number), [TREE, TREE])
+    return run
 
 
 def test_zstd_reads_a_file_as_lines_of_trees(tmp_path: Path) -> None:
-    data, _ = packed(tmp_path)
-    text = tree_files.zstd.decompress(data).decode()  # type: ignore[attr-defined]
-    assert text == 3 * f"{tree_to_json(TREE)}\n"
+    (part, *_) = parts_in(written(tmp_path).trees_dir)
+    text = tree_files.zstd.decompress(part.data()).decode()  # type: ignore[attr-defined]
+    assert text == 2 * f"{tree_to_json(TREE)}\n"
 
 
-def test_a_write_that_was_killed_costs_nothing_that_was_whole(tmp_path: Path) -> None:
-    """Whatever length a crash leaves: earlier updates are read, the resume cuts the rest away, and
-    what then follows gives the bytes of an undisturbed run."""
-    data, parts = packed(tmp_path)
-    folder = RunFolder(tmp_path / "run")
-    (path,) = folder.trees_dir.iterdir()
-    for size in range(parts[1].begin, len(data) + 1, 7):
-        path.write_bytes(data[:size])
-        whole = [one for one in parts if one.end <= size]
-        assert [part.name for part in parts_of(path)] == [part.name for part in whole]
-        assert read_trees(folder.path) == [TREE] * len(whole)
-        folder.cut_to(1, 0)
-        for number in (2, 3):
-            write_trees(folder.trees_path(number), [TREE])
-        assert path.read_bytes() == data
-        assert [*folder.trees_dir.iterdir()] == [path]
+def test_damage_costs_one_update(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    path = folder.trees_dir / "update-000002.jsonl.zst"
+    data = path.read_bytes()
+    flipped = [data[:n] + bytes([data[n] ^ 64]) + data[n + 1 :] for n in range(0, len(data), 9)]
+    for damaged in (*flipped, data[:-1], data[: len(data) // 2 + 3]):
+        path.write_bytes(damaged)
+        assert read_trees(folder.trees_path(1)) == read_trees(folder.trees_path(3)) == [TREE] * 2
+        with raises_code("tree-unreadable"):
+            read_trees(folder.trees_path(2))
 
 
-def test_damage_in_the_middle_costs_one_update(tmp_path: Path) -> None:
-    data, parts = packed(tmp_path)
-    folder = RunFolder(tmp_path / "run")
-    (path,) = folder.trees_dir.iterdir()
-    for place in range(parts[1].begin, parts[1].end, 5):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
-        assert read_trees(folder.trees_path(1)) == read_trees(folder.trees_path(3)) == [TREE]
-        assert folder.damaged_trees(3, has_all=True) == ["trees/update-000002"], place
-        try:
-            assert read_trees(folder.trees_path(2)) == [TREE]  # in its checksum alone
-        except DataError as error:
-            assert error.code in ("tree-unreadable", "trees-missing")
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_resume_sets_aside_what_it_cannot_read(tmp_path: Path, number: int) -> None:
-    """Trees below a damaged head are in no part, but nobody asked for their removal."""
-    data, parts = packed(tmp_path)
-    folder = RunFolder(tmp_path / "run")
-    (path,) = folder.trees_dir.iterdir()
-    head = parts[number].begin + 10
-    damaged = data[:head] + b"?" + data[head + 1 :]
-    # Another size looks like a write that a crash cut off, but not of a later update.
-    longer = re.sub(rb" (\d+) (?=[0-9a-f]{32})", rb" 9\1 ", data[parts[number].begin :], count=1)
-    cut_off = data[: parts[number].begin] + longer[: parts[number].size]
-    for content in (damaged, damaged[: parts[number].end], cut_off):
-        path.write_bytes(content)
-        folder.cut_to(number + 1, 0)
-        aside = path.with_name(f"{path.name}.damaged")
-        assert aside.read_bytes() == content
-        assert read_trees(folder.path) == [TREE] * number
-        assert path.exists() == (number > 0)
-        aside.unlink()
-    path.write_bytes(damaged)
-    drop_parts(folder.trees_dir, number)
-    assert path.read_bytes() == damaged[parts[number].begin :]
-
-
-def test_a_frame_unpacks_to_so_many_times_its_size_at_most(
+def test_a_frame_unpacks_to_so_many_bytes_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed(tmp_path)
-    place = tmp_path / "run" / "trees" / "update-000004"
-    # Sixty-four equal trajectories of 8,000 tokens, as a policy that is sure of itself samples.
-    draw = random.Random(0)
-    same = ",".join(f"{draw.random():.8f}" for _ in range(8_000))
-    held = f'{{"rows":[{",".join([f"[{same}]"] * 64)}]}}'
-    for text, is_read in ((held, True), (f"[{'0,' * (1 << 25)}0]", False)):
-        monkeypatch.setattr(tree_files, "tree_to_json", lambda _, text=text: text)
-        write_trees(place, [TREE])
-        part = tree_files.find_part(place)
-        assert part is not None and part.size < len(text) / 100
-        if is_read:
-            assert [line for _, line in part.lines()] == [f"{text}\n".encode()]
-        else:
-            with raises_code("tree-unreadable"):
-                list(part.lines())
-
-
-def test_a_tree_of_lists_without_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed(tmp_path)
-    monkeypatch.setattr(tree_files, "_MOST_LISTS", 10)
-    with raises_code("tree-unreadable", match="over 10 lists"):
-        read_trees(tmp_path / "run")
+    monkeypatch.setattr(tree_files, "_MOST_LINE", 100)
+    with raises_code("tree-unreadable"):
+        read_trees(written(tmp_path).path)
 
 
 def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, _ = packed(tmp_path)
-    folder = RunFolder(tmp_path / "run")
+    folder = written(tmp_path)
 
     def full(number: int) -> None:
         raise OSError(28, "No space left on device")
@@ -422,38 +325,31 @@ def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("treegraft.core.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_trees(folder.trees_path(4), [TREE])
-    assert (folder.trees_dir / "updates-000000.jsonl.zst").read_bytes() == data
+    assert len([*folder.trees_dir.iterdir()]) == 3
 
 
 def test_trees_are_read_through_links_of_the_user_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of its own folder, and a folder of trees that lies on another disk."""
-    packed(tmp_path)
-    run = tmp_path / "run"
+    run = written(tmp_path).path
     (run / "trees").rename(tmp_path / "elsewhere")
     (run / "trees").symlink_to(tmp_path / "elsewhere")
-    assert read_trees(run) == [TREE] * 3
-    assert RunFolder(run).damaged_trees(3, has_all=True) == []
+    assert read_trees(run) == [TREE] * 6
     monkeypatch.chdir(tmp_path)
     write_trees(Path("mine.jsonl"), [TREE])
     Path("link.jsonl").symlink_to("mine.jsonl")
     assert read_trees("mine.jsonl") == read_trees("link.jsonl") == [TREE]
 
 
-def test_trees_of_0_7_are_read_and_cut(tmp_path: Path) -> None:
+def test_files_of_lines_are_read_and_cut(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "{}")
     for number in (1, 2):
         (folder.trees_dir / f"update-{number:06d}.jsonl").write_text(f"{tree_to_json(TREE)}\n")
-    write_trees(folder.trees_path(3), [TREE])
-    for name in ("update-000001", "update-000001.jsonl", "update-000003.jsonl"):
-        assert read_trees(folder.trees_dir / name) == [TREE]
-    assert read_trees(folder.path) == [TREE] * 3
-    assert folder.damaged_trees(3, has_all=True) == []
+    assert read_trees(folder.trees_dir / "update-000001.jsonl") == [TREE]
+    assert read_trees(folder.path) == [TREE] * 2
     folder.cut_to(1, 0)
     assert [path.name for path in folder.trees_dir.iterdir()] == ["update-000001.jsonl"]
-    drop_parts(folder.trees_dir, 1)
-    assert not [*folder.trees_dir.iterdir()]
 
 
 def test_a_run_keeps_the_trees_of_its_latest_updates(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_law_16_trees_that_a_resume_replays_do_not_change_unseen(tmp_path: Path)
     run = train(settings).run_dir
     longer = json.loads((run / "config.json").read_text())
     longer["run"]["num_updates"] = 2
-    trees = run / "trees" / "updates-000000.jsonl.zst"
+    trees = run / "trees" / "update-000001.jsonl.zst"
     data = bytearray(trees.read_bytes())
     data[-1] ^= 1
     trees.write_bytes(data)

@@ -41,7 +41,6 @@ from treegraft.runs.display import (
     show_texts,
     shown,
 )
-from treegraft.runs.recorder import LastingDisplay
 from treegraft.runs.transcript import pick_sample, transcript
 from treegraft.traces.buffer import TraceBuffer
 
@@ -221,7 +220,7 @@ def test_plain_display_writes_one_line_each(monkeypatch: pytest.MonkeyPatch) -> 
         "    answer    e41",
         "    ended     completed, reward 1, correct, advantage +0.70",
         "update 2/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
-        "evaluated update 1: accuracy 50.0% greedy",
+        "evaluated update 1: accuracy 0.5",
         "warning: two\u241b[2J",
         "interrupted and saved; go on with: treegraft train r.toml --resume runs/demo",
         "finished runs/demo",
@@ -283,7 +282,7 @@ def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
     cut = policy_step("0.0", StepContent())
     leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
     file = io.StringIO()
-    display: Display = LastingDisplay(PlainDisplay(file))
+    display: Display = PlainDisplay(file)
     show_texts(display, Letters())
     display.sample(replace(tree, steps=(start, cut), leaves=(leaf,)))
     display.update(1, 2, METRICS)
@@ -299,19 +298,6 @@ def test_a_program_without_standard_output_is_shown_nothing(
         display.note("nothing")
     with shown(None) as display:
         display.note("nothing")
-
-
-@pytest.mark.parametrize("closed", ["0<&- >&-", ">&- 2>&-", "2>&-", "0<&-"])
-def test_streams_closed_before_the_start_are_stood_in_for(closed: str, tmp_path: Path) -> None:
-    code = (
-        "import os; from treegraft.__main__ import stand_in_for_closed as s; s();"
-        " file = open('opened', 'w'); print('told'); os.write(2, b'told');"
-        " file.write(str(file.fileno())); file.close()"
-    )
-    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {closed}"
-    subprocess.run(["sh", "-c", command], check=True, cwd=tmp_path, timeout=60)
-    # No file of ours takes the number of a standard stream, so that nothing is printed into it.
-    assert int((tmp_path / "opened").read_text()) > 2
 
 
 @pytest.mark.smoke
@@ -337,32 +323,18 @@ def test_an_evaluation_on_one_line() -> None:
     metrics = {
         "eval/accuracy": 0.415,
         "eval/accuracy_1_hop": 0.6,
-        "eval/accuracy_2_hops": 0.23,
         "eval/accuracy_sampled": 0.38,
         "eval/accuracy_sampled_1_hop": 0.5,
         "eval/pass_at_4": 0.72,
-        "eval/pass_at_2": 0.5,
         "eval/completed_frac": 0.9,
-        "eval/tool_calls_mean": 1.3,
         "eval/failed_frac": 0.0,
         "time/eval_s": 3.0,
         "eval/gain": 0.52,
         "eval/gain_low": 0.47,
-        "eval/gain_high": 0.57,
     }
-    assert (
-        evaluation_line(metrics)
-        == "accuracy 41.5% greedy, 38.0% sampled, pass@2 50.0%, pass@4 72.0%,"
-        " gain +0.52 greedy (95 %: +0.47 to +0.57)"
-    )
-    fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
-    assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
-    sampled = {
-        "eval/accuracy_sampled": 0.25,
-        "eval/accuracy_sampled_math": 0.5,
-        "eval/failed_frac": 0.1,
-    }
-    assert evaluation_line(sampled) == "accuracy 25.0% sampled, failed 10.0%"
+    said = "accuracy 0.415, accuracy_sampled 0.38, gain 0.52, gain_low 0.47, pass_at_4 0.72"
+    assert evaluation_line(metrics) == said
+    assert evaluation_line({"eval/failed_frac": 0.1}) == "failed_frac 0.1"
 
 
 def test_a_name_of_a_run_cannot_steer_the_terminal() -> None:
@@ -379,7 +351,6 @@ def test_a_name_of_a_run_cannot_steer_the_terminal() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["view", "RUN", "--text"],
         ["compare", "RUN", "RUN"],
         ["buffer", "stats", "RUN"],
     ],

@@ -127,7 +127,7 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
     # The hardware that the recipe is written for.
-    *_, total = memory(config, (), Place.planned(config, 8, "H100"))
+    *_, total = memory(config, (), Place.planned(config, 8))
     assert total.is_good
     # The sizes of other people's checkpoints are read once they are there.
     if not shape_named(config.model.path):

@@ -44,10 +44,9 @@ def arm(target: str, nth: int, when: str) -> None:
         count += 1
         if count == nth and when == "before":
             die()
-        if count == nth and when == "half" and name == "append_whole":
+        if count == nth and when == "half" and name == "write_atomically":
             path, data = args
-            with path.open("ab") as file:
-                file.write(data[: len(data) // 2])
+            path.with_name(f".{path.name}.partial").write_bytes(data[: len(data) // 2])
             die()
         result = original(*args, **kwargs)
         if count == nth and when == "half":

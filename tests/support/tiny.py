@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.parts import Settings
-from treegraft.runs.tree_files import parts_of
 from treegraft.settings.config import tables_and_settings
 from treegraft.traces.buffer import TraceBuffer
 
@@ -113,8 +112,6 @@ def contents(run_dir: Path) -> dict[str, Any]:
             found[name] = state
         else:
             found[name] = file.read_bytes()
-            if name.endswith(".zst"):
-                found |= {part.label: part.data() for part in parts_of(file)}
     return found
 
 

@@ -38,7 +38,7 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_files import pack_of, parts_in, write_trees
+from treegraft.runs.tree_files import parts_in, write_trees
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 
@@ -224,22 +224,16 @@ def as_lines(run: Path) -> Path:
     for part in parts_in(run / "trees"):
         lines = b"".join(line for _, line in part.lines())
         (run / "trees" / f"{part.name}.jsonl").write_bytes(lines)
-    for pack in (run / "trees").glob("*.zst"):
-        pack.unlink()
+        part.path.unlink()
     return run / "trees" / "update-000001.jsonl"
 
 
 def repeat_update(run: Path, num_updates: int) -> None:
     """Writes the trees of a run's first update as those of 2 to `num_updates` too."""
     (part,) = parts_in(run / "trees", "update")
-    packs: dict[Path, list[bytes]] = {}
-    for number in range(1, num_updates + 1):
-        pack = pack_of(run / "trees" / f"update-{number:06d}")
-        assert pack is not None
-        data = part.data().replace(part.name.encode(), b"update-%06d" % number, 1)
-        packs.setdefault(pack, []).append(data)
-    for pack, parts in packs.items():
-        pack.write_bytes(b"".join(parts))
+    data = part.data()
+    for number in range(2, num_updates + 1):
+        part.path.with_name(f"update-{number:06d}.jsonl.zst").write_bytes(data)
 
 
 def write_run(path: Path, *, num_updates: int = 4, total: int = 10, note: str = "") -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sqlite3
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
 from tests.support.examples import at_most
-from tests.support.fault_campaign import read_only
 from tests.support.killed_adds import CHUNK, endless
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Trace
@@ -183,6 +184,29 @@ def test_equally_near_ones_come_in_the_order_they_were_added(tmp_path: Path) -> 
         found = buffer.search(["the same key"], 5)[0]
         assert [one.task_id for one, _ in found] == [f"task {number}" for number in range(5)]
         assert {similarity for _, similarity in found} == {1.0}
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Makes a folder read-only for the time of the block."""
+    if os.geteuid() == 0:
+        # Modes do not bind root.
+        mount = ["mount", "--bind", str(folder), str(folder)]
+        subprocess.run(mount, check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        return
+    folders = [folder, *(one for one in folder.rglob("*") if one.is_dir())]
+    for one in folders:
+        one.chmod(0o555)
+    try:
+        yield
+    finally:
+        for one in folders:
+            one.chmod(0o755)
 
 
 def test_a_buffer_on_a_read_only_disk_is_read(tmp_path: Path) -> None:

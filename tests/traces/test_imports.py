@@ -355,10 +355,8 @@ def tree(task_id: str, rewards: list[float | None], graft: bool = False) -> Tree
 
 def test_a_run_folder_gives_the_best_of_each_task_in_all_its_updates(tmp_path: Path) -> None:
     run = tmp_path / "first_run"
-    write_trees(
-        run / "trees" / "update-000001.jsonl", [tree("a", [0.5, None, 0.0]), tree("b", [-1.0])]
-    )
-    write_trees(run / "trees" / "update-000002.jsonl", [tree("a", [1.0, 0.25, 0.75])])
+    write_trees(run / "trees" / "update-000001", [tree("a", [0.5, None, 0.0]), tree("b", [-1.0])])
+    write_trees(run / "trees" / "update-000002", [tree("a", [1.0, 0.25, 0.75])])
     with as_lines(run).open("a") as file:
         file.write('{"group_id": "x", "leaves": [], "steps": []}\n')
     (run / "trees" / "eval-000002-greedy.jsonl").write_text("not read\n")

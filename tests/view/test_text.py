@@ -90,7 +90,7 @@ def test_print_is_the_text_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tree = chat()
     write_trees(RunFolder(path).trees_path(1), [tree])
     console = Console(file=io.StringIO(), width=90)
-    console.print(show(RunReader(path), "update-000001", 0, None))
+    console.print(show(RunReader(path), "update-000001/0"))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().rstrip().splitlines()
     assert str(tree).splitlines() == lines and len(lines) > 20

@@ -42,7 +42,7 @@ from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
 from treegraft.runs.record import RunFolder
-from treegraft.runs.tree_files import find_part, parts_of, write_trees
+from treegraft.runs.tree_files import find_part, write_trees
 from treegraft.runs.tree_json import parse_tree, tree_from_json, tree_to_json
 from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
 from treegraft.view.runs import RunReader, open_runs
@@ -137,14 +137,14 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 def test_warnings_say_what_is_wrong() -> None:
     lines = [{"update": n, **metrics_of(n)} for n in range(5)]
     known = [recorded(line) for line in lines]
-    found = page_warnings(known, [[], *known[:-1]])
+    found = page_warnings(known, [])
     assert [bool(some) for some in found] == [False, False, False, True, False]
     assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
         ("failed", "trajectories lost to failures of ours: 25.0%", True)
     ]
     held = [{"update": n, "health/tool_broken_search": 0.75} for n in range(5)]
     known = [recorded(line) for line in held]
-    told = page_warnings(known, [[], *known[:-1]])
+    told = page_warnings(known, [])
     assert [one["text"] for one in told[0]] == ["the tool search failed in 75% of its calls"]
     assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
 
@@ -412,7 +412,7 @@ def test_paths_lead_nowhere(client: TestClient, path: str, run_dir: Path) -> Non
 def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "first", num_updates=1)
     outside = write_run(tmp_path / "other", num_updates=1)
-    for number, name in ((100, "updates-000100.jsonl.zst"), (7, "update-000007.jsonl")):
+    for number, name in ((100, "update-000100.jsonl.zst"), (7, "update-000007.jsonl")):
         write_update(outside, number)
         file = outside / "trees" / name
         if number == 7:
@@ -455,62 +455,43 @@ def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> No
 # ---------------------------------------------------------------------- the command
 
 
-def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
-    shown = CliRunner().invoke(
-        command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"}
-    )
-    assert (
-        shown.exit_code == 0
-        and "update-000004" in shown.output
-        and "r2 of r1 of e1 ?" in shown.output
-    )
-    narrow = (
-        CliRunner()
-        .invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "80"})
-        .output
-    )
-    assert (
-        "group reward min max correct leaves branches grafts errors longest question"
-        in " ".join(narrow.split())
-    )
-    shown = CliRunner().invoke(
-        command_line,
-        ["view", str(run_dir), "--text", "--update", "1", "--group", "0"],
-        env={"COLUMNS": "200"},
-    )
-    assert (
-        "branch: p 0.625" in shown.output
+def printed(run_dir: Path, place: str) -> str:
+    arguments = ["view", str(run_dir), "--text", place]
+    done = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+def test_text_shows_trees_and_transcripts(run_dir: Path) -> None:
+    assert "r2 of r1 of e1 ?" in printed(run_dir, "newest")
+    shown = printed(run_dir, "update-000001/0")
+    for part in (
+        "branch: p 0.625",
         # Tokens of .1 and .2 nats beside a start of .1, .2 and .3.
-        and "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token"
-        in shown.output
-        and "4 leaves, 1 correct, mean reward" in shown.output
-        and "no branch" not in shown.output
-        and "graft from expert, similarity 0.875" in shown.output
-    )
-    assert "leaf 0 (0 to 3), the best by reward" in shown.output
-    arguments = ["view", str(run_dir), "--text", "--eval", "2", "--group", "0", "--leaf", "2"]
-    shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
-    assert (
-        "no such entity" in shown.output
-        and "wrong" in shown.output
-        and "graft from" not in shown.output
-    )
+        "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token",
+        "4 leaves, 1 correct, mean reward",
+        "graft from expert, similarity 0.875",
+        "leaf 0 (0 to 3), the best by reward",
+    ):
+        assert part in shown
+    shown = printed(run_dir, "eval-000002-greedy/0/2")
+    assert "no such entity" in shown and "wrong" in shown and "graft from" not in shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("place", "code"),
     [
-        (["--text", "--update", "9"], "there are: 1 to 4"),
-        (["--text", "--leaf", "0"], "needs --group"),
-        (["--text", "--group", "7"], "has 2 trees"),
-        (["--text", "--group", "0", "--leaf", "4"], "has 4 leaves"),
-        (["--text", "--update", "1", "--eval", "2"], "give one of them"),
-        (["--update", "1"], "no effect without --text"),
+        ("update-000009/0", "trees-missing"),
+        ("update-000001/7", "no-such-tree"),
+        ("update-000001/0/4", "no-such-leaf"),
+        ("update-000001", "no-such-tree"),
+        ("update-000001/x", "no-such-tree"),
     ],
 )
-def test_what_does_not_go_together_is_said(run_dir: Path, arguments: list[str], said: str) -> None:
-    error = CliRunner().invoke(command_line, ["view", str(run_dir), *arguments]).exception
-    assert error is not None and said in str(error)
+def test_a_place_without_a_tree_is_named(run_dir: Path, place: str, code: str) -> None:
+    with raises_code(code):
+        printed(run_dir, place)
 
 
 def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
@@ -560,7 +541,6 @@ def test_each_tree_is_found_by_its_place(trees: list[Tree]) -> None:
         write_trees(path.with_name("update-000002"), trees)
         part = find_part(path.with_name("update-000002"))
         assert part is not None and [*part.trees()] == trees
-        assert [task for task, *_ in part.places()] == [tree.task.id for tree in trees]
         for number, tree in enumerate(trees):
             ((_, line),) = part.lines(number, 1)
             assert tree_from_json(line) == tree
@@ -583,14 +563,13 @@ def test_the_leaves_of_a_tree_are_read_once(run_dir: Path, monkeypatch: pytest.M
 def test_trees_written_anew_are_read_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1)
     run = RunReader(path)
-    file = path / "trees" / "update-000001.jsonl"
+    file = path / "trees" / "update-000001"
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
     write_trees(file, [plain_tree(1, "t/1")])
     assert len(run.path_of("update-000001", 0, 0).steps) == 2
     file = as_lines(path)
     file.write_text(tree_to_json(grown_tree(1, "t/1")) + "\n" + "damaged\n")
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
-    assert [task for task, *_ in parts_of(file)[0].places()] == ["t/1", ""]
 
 
 def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:

@@ -74,7 +74,7 @@ def _all_lines(content: str) -> Callable[[Path], None]:
 
 def _pack(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def damage(run: Path) -> None:
-        (file,) = (run / "trees").glob("updates-*")
+        file = run / "trees" / "update-000001.jsonl.zst"
         file.write_bytes(change(file.read_bytes()))
 
     return damage
@@ -127,10 +127,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "an observation is a number": _line(lambda tree: tree["steps"][1]["content"].update(calls=[3])),
     "trees are cut": _pack(lambda data: data[:-5]),
     "trees are flipped": _pack(lambda data: data[:-9] + bytes([data[-9] ^ 8]) + data[-8:]),
-    "no name of trees": _pack(lambda data: data.replace(b"update-000001", b"update-00000x")),
-    "sizes are cut": _pack(lambda data: data.replace(b"]]", b"]x")),
-    "sizes are others": _pack(lambda data: data.replace(b"[[", b"[{")),
-    "heads alone": _pack(lambda data: data[:80] * 30_000),
+    "trees are no frames": _pack(lambda data: b"?" + data),
     "settings lie outside": _link("config.json"),
     "metrics lie outside": _link("metrics.jsonl"),
     "trees lie outside": _link("trees"),
@@ -186,8 +183,7 @@ def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str
         "/tokens/update-000001/0?leaf=1e300",
         "/tokens/update-000001/0?leaf=nan",
         f"/groups?file=update-{LONG}",
-        "/groups?cursor=update-000001:%C2%B2",
-        f"/groups?cursor=update-000001:{LONG}",
+        f"/groups?cursor=update-{LONG}",
         f"/metrics?first={LONG}",
         f"/metrics?era={LONG}&first=1",
     ],

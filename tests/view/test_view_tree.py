@@ -373,7 +373,7 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     grown.answer(start, "e3", right=True, cause=drawn)
     path = write_run(tmp_path / "run", num_updates=1)
     write_trees(RunFolder(path).trees_path(1), [grown.done()])
-    arguments = ["view", str(path), "--text", "--update", "1", "--group", "0"]
+    arguments = ["view", str(path), "--text", "update-000001/0"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
     assert "branch: a further child of a finished step, drawn at random" in shown
     assert "nats a token" not in shown

@@ -60,7 +60,7 @@ def test_only_plain_files_inside_are_opened(tmp_path: Path) -> None:
     "name",
     [
         "config.json",
-        "trees/updates-000000.jsonl.zst",
+        "trees/update-000001.jsonl.zst",
         "checkpoints/best/tokenizer.json",
     ],
 )
@@ -87,7 +87,7 @@ def test_a_link_that_is_changed_between_look_and_opening(
     """Who may write to the folder cannot win a race: what was opened is looked at."""
     other = write_run(tmp_path / "other", num_updates=1, note="elsewhere")
     reader = open_runs([run])["first"]
-    (file,) = (run / "trees").glob("updates-*")
+    (file,) = (run / "trees").glob("update-*")
     assert reader.num_trees("update-000001") == 2
     found = reader._part
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,7 +99,7 @@ def import_traces(
     min_reward = own.min_reward
     # Before the buffer is opened, which would make its file.
     check_paths(files)
-    with no_empty_file(into), TraceBuffer(into, _encoder_for(into, config)) as buffer:
+    with TraceBuffer(into, _encoder_for(into, config)) as buffer:
         report = import_files(
             files,
             buffer,
@@ -109,6 +107,7 @@ def import_traces(
             num_best=own.num_best,
             min_reward=min_reward,
         )
+    # Told after the counts: one bad line of a million is no reason to import nothing.
     problems = [str(problem) for problem in report.problems]
     if as_json:
         print(json.dumps(asdict(report) | {"problems": problems}))
@@ -126,26 +125,6 @@ def import_traces(
             f" above {min_reward:g}.",
             code="nothing-imported",
         )
-
-
-@contextmanager
-def no_empty_file(path: Path) -> Iterator[None]:
-    """Removes a buffer that the block has made and left empty."""
-    from treegraft.traces.buffer import TraceBuffer
-
-    place = path.expanduser()
-    was_there = place.exists()
-    try:
-        yield
-    finally:
-        # A file that is something else stays.
-        with suppress(DataError):
-            if not was_there and place.exists():
-                with TraceBuffer.open_as_built(place) as buffer:
-                    stats = buffer.stats()
-                if not stats.num_traces + stats.num_evicted:
-                    for name in ("", "-wal", "-shm"):
-                        place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
 def _encoder_for(path: Path, config: Config) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.buffer import kept_rows, no_empty_file
+from treegraft.cli.buffer import kept_rows
 from treegraft.cli.commands import (
     AsJson,
     BufferRecipe,
@@ -67,14 +67,13 @@ def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> Non
     """Does the work and says what came of it."""
     from treegraft.runs.display import display_on
 
-    with no_empty_file(out):
-        try:
-            with display_on(sys.stderr if as_json else None) as display:
-                work.run(display=display)
-        except EngineError:
-            # The traces so far are kept, so their counts are shown before the error.
-            _print_report(work, out, as_json)
-            raise
+    try:
+        with display_on(sys.stderr if as_json else None) as display:
+            work.run(display=display)
+    except EngineError:
+        # The traces so far stay, so their counts come before the error.
+        _print_report(work, out, as_json)
+        raise
     _print_report(work, out, as_json)
     report = work.report
     if work.stopped_by is not None:

@@ -232,6 +232,7 @@ class RunAsked:
                     "display": display,
                 }
         except (SettingError, DataError, ModelError) as error:
+            # A recipe may be built on others, so the line to correct may be in another file.
             said = traced(error, self.recipe or str(self.resume), self.overrides)
             raise type(error)(said, code=error.code, settings=error.settings) from error
 

@@ -61,38 +61,31 @@ def show_config(
 def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
     """Returns the recipe, the overrides, and the tables and settings to print."""
     from treegraft.settings.config import tables_and_settings
+    from treegraft.settings.unknown import suggestion
 
+    known = set(tables_and_settings())
+    # Settings may be called by the last part of their names.
+    known.update(name.rpartition(".")[2] for name in tables_and_settings())
     recipe = None
     overrides = []
     chosen = []
     for number, word in enumerate(words):
-        name = word.rstrip(".")
-        is_setting = name in tables_and_settings() or any(
-            known.rpartition(".")[2] == name for known in tables_and_settings()
-        )
+        is_recipe = Path(word).is_file() or word in shipped_recipes()
+        # A path to nothing is a recipe that is missing, which its reader says better.
+        is_path = any(sign in word for sign in "/\\") or word.endswith(".toml")
         if "=" in word:
             overrides.append(word)
-        elif number == 0 and (Path(word).is_file() or word in shipped_recipes() or not is_setting):
-            # What looks like the name of a setting is not a recipe that is missing.
-            if not any(sign in word for sign in "./\\") and word not in shipped_recipes():
-                _refuse_unknown(word)
+        elif number == 0 and (is_recipe or is_path):
             recipe = word
-        elif is_setting:
-            chosen.append(name)
+        elif word.rstrip(".") in known:
+            chosen.append(word.rstrip("."))
         else:
-            _refuse_unknown(word)
+            raise SettingError(
+                f"command line: '{word}' is neither a recipe nor a table or setting."
+                f"{suggestion(word)} `treegraft config` alone prints all settings.",
+                code="config-word-unknown",
+            )
     return recipe, overrides, chosen
-
-
-def _refuse_unknown(word: str) -> None:
-    from treegraft.settings.unknown import suggestion
-
-    if not Path(word).is_file():
-        raise SettingError(
-            f"command line: '{word}' is neither a recipe nor a table or setting."
-            f"{suggestion(word)} `treegraft config` alone prints all settings.",
-            code="config-word-unknown",
-        )
 
 
 def _is_below(name: str, chosen: Sequence[str]) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -21,8 +19,9 @@ from rich.text import Text
 from treegraft.cli.commands import table
 from treegraft.cli.memory import Place, gigabytes, gpus, memory, memory_room
 from treegraft.core.demonstration import solution
-from treegraft.core.errors import ModelError, TreegraftError
+from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
+from treegraft.core.import_paths import load_object
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.locate import locate
 from treegraft.core.packages import OPTIONAL
@@ -65,6 +64,7 @@ MODELS = {
 
 
 def _version(package: str) -> str | None:
+    # Of the metadata, since importing torch for its version takes seconds.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -81,26 +81,20 @@ def installed() -> Iterator[Finding]:
         yield Finding(package, value, bool(version) or not is_needed, "" if version else note)
 
 
-def num_threads() -> int:
-    """Returns how many threads torch will use."""
-    # It takes the first number of a list such as "4,2".
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if given.isdecimal() and int(given):
-        return int(given)
-    # A container may be held to fewer processors than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine() -> Iterator[Finding]:
     """Returns the parts of this machine that matter."""
     threads = os.environ.get("OMP_NUM_THREADS")
+    # A container may be limited to fewer processors than the machine has.
+    is_limited = hasattr(os, "sched_getaffinity")
+    num_cpus = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count()
     room = memory_room()
     bwrap = shutil.which("bwrap")
     compiler = find_compiler()
+    # Asked of the driver: a build of torch without CUDA sees no GPU.
     cards = gpus()
     yield Finding("python", platform.python_version(), note=platform.platform(terse=True))
     note = "" if threads is None else f"OMP_NUM_THREADS={threads}"
-    yield Finding("CPU threads", str(num_threads()), note=note)
+    yield Finding("processors", str(num_cpus), note=note)
     value = f"{gigabytes(room.free)} free of {gigabytes(room.whole)}" if room else "unknown"
     yield Finding("memory", value, note=f"of {room.place}" if room else "")
     note = "" if bwrap else "for the python tool with libraries: apt-get install bubblewrap"
@@ -156,26 +150,21 @@ def data_files(config: Config) -> Iterator[Finding]:
 
 
 def import_paths(config: Config) -> Iterator[Finding]:
-    """Returns the user's own parts and whether Python finds their modules."""
+    """Returns the user's own parts and whether they can be imported."""
     names = [config.credit.rule or ""]
     for setting, known in known_settings().items():
         if known.facts.seam:
             value = value_of(config, setting)
             names += [value] if isinstance(value, str) else value
     for name in names:
-        module, _, attribute = name.partition(":")
-        if not attribute:
-            continue
-        # Only the first name: the spec of a submodule needs its parents imported. As for
-        # extensions, the working directory counts.
-        first = module.partition(".")[0]
-        spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
-        with contextlib.suppress(ValueError):  # no name, or a script's
-            spec = spec or importlib.util.find_spec(first)
-        note = "" if spec else f"no module '{module}' on the path"
-        if module.endswith(".py"):
-            note = f"a file; write '{Path(module).stem}:{attribute}'"
-        yield Finding(name, "missing" if note else "found", not note, note)
+        if ":" in name:
+            try:
+                # Imported, since a tracker or a sampler of one's own is made by a run alone.
+                load_object(name)
+            except SettingError as error:
+                yield Finding(name, "missing", False, str(error))
+            else:
+                yield Finding(name, "found")
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -194,17 +183,17 @@ class Examination:
     @property
     def verdict(self) -> Finding:
         """One sentence on whether the recipe can run and learn here."""
-        found = [one for findings in self.sections.values() for one in findings]
-        memory = self.sections.get("memory", [])
-        bad = [str(one) for one in found if not one.is_good]
-        doubtful = [str(one) for one in found if one.is_good and one.is_doubtful]
+        bad = []
+        doubtful = []
+        for findings in self.sections.values():
+            for one in findings:
+                if not one.is_good:
+                    bad.append(str(one))
+                elif one.is_doubtful:
+                    doubtful.append(str(one))
+        value = "ready" if "memory" in self.sections else "installed"
         if bad:
-            # Files and keys have nothing to do with whether it fits.
-            fits = all(one.is_good or one.name == "model.path" for one in memory)
-            fault = "not ready" if fits else "does not fit"
-            value = f"{fault}; {len(bad)} to correct"
-        else:
-            value = "fits" if memory else "installed"
+            value = f"not ready; {len(bad)} to correct"
         value += f", {len(doubtful)} to look at" if doubtful else ""
         return Finding("verdict", value, not bad, "\n".join([*bad, *doubtful]), bool(doubtful))
 
@@ -232,21 +221,22 @@ def _vocabulary(config: Config) -> list[str]:
     return []
 
 
-def examine(config: Config | None, num_gpus: int | None = None, gpu: str = "H100") -> Examination:
+def examine(config: Config | None, num_gpus: int | None = None, gpu_gb: float = 80) -> Examination:
     """Returns what was found about this machine, and the recipe where one is given.
 
     Args:
         num_gpus: GPUs that memory is estimated for, which need not be here; None for this machine.
-        gpu: their name, as of `Place.planned`.
+        gpu_gb: memory of each of them, in 10^9 bytes.
     """
     found = Examination(sections={"installed": list(installed()), "machine": list(machine())})
     if config is None:
         return found
+    # As a run would choose: "auto" may need other packages on this machine.
     config = with_choices(config)
     gaps = missing_packages(config)
     place = Place.here(config)
     if num_gpus is not None:
-        place = Place.planned(config, num_gpus, gpu)
+        place = Place.planned(config, num_gpus, gpu_gb)
     estimate = memory(config, _vocabulary(config), place)
     found.sections |= {
         "memory": estimate,
@@ -262,6 +252,7 @@ def examine(config: Config | None, num_gpus: int | None = None, gpu: str = "H100
     if estimate[-1].name != "model.path" and all(
         one.is_good for one in found.sections["data and own parts"]
     ):
+        # Without weights, which may not be here yet and need no check.
         run_to_end(_try_first_tasks(config, found))
     return found
 
@@ -275,6 +266,8 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with Parts.build(config, needs="prompts") as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
+            # As a run does at its start, so that a broken reward is found here already.
+            await setup.try_rewards(setup.train_tasks)
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
             found.sections[title] = [*notes, *await preflight.findings()]

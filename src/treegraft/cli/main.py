@@ -235,7 +235,6 @@ def compare(
 
 @app.command()
 def view(
-    context: typer.Context,
     runs: Annotated[
         list[Path],
         typer.Argument(
@@ -254,21 +253,12 @@ def view(
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
     text: Annotated[
-        bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
-    ] = False,
-    update: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --text: the update to print. Default: the newest."),
-    ] = None,
-    evaluation: Annotated[
-        int | None,
-        typer.Option("--eval", min=0, help="With --text: print the evaluation after this update."),
-    ] = None,
-    group: Annotated[
-        int | None, typer.Option(min=0, help="With --text: the number of the tree, from 0.")
-    ] = None,
-    leaf: Annotated[
-        int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Print to the terminal instead: newest, a tree such as update-000004/0, or one of"
+            " its leaves, such as update-000004/0/2.",
+        ),
     ] = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
@@ -277,12 +267,11 @@ def view(
     """
     from treegraft.view.command import view_pages, view_text
 
+    # The pages need a server and a browser, which a machine behind ssh may not have.
     if text:
-        view_text(runs, update, evaluation, group, leaf)
-        return
-    # Typer cannot say that an option needs another one.
-    refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
-    view_pages(runs, host, port, opens_browser=browser)
+        view_text(runs, text)
+    else:
+        view_pages(runs, host, port, opens_browser=browser)
 
 
 app.command("config")(show_config)
@@ -301,10 +290,9 @@ def doctor(
         int | None,
         typer.Option("--gpus", min=1, help="Estimate memory on this number of GPUs."),
     ] = None,
-    gpu: Annotated[
-        str,
-        typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S; A100:40 with 40 GB."),
-    ] = "H100",
+    gpu_gb: Annotated[
+        float, typer.Option(min=1, help="Memory of each of them, in 10^9 bytes.")
+    ] = 80,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -318,13 +306,14 @@ def doctor(
     if recipe is None:
         refuse_idle(context, "without a recipe", "--smoke", "--gpus")
     if num_gpus is None:
-        refuse_idle(context, "without --gpus", "--gpu")
+        refuse_idle(context, "without --gpus", "--gpu-gb")
     config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config, num_gpus=num_gpus, gpu=gpu)
+    found = examine(config, num_gpus=num_gpus, gpu_gb=gpu_gb)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         print_examination(found)
+    # So that a script can stop before it starts a run.
     if not found.verdict.is_good:
         raise typer.Exit(2)
 

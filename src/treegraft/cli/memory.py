@@ -7,19 +7,15 @@ holds
     gradients 4·T / R, AdamW 8·T / R, the activations of a pack, the logits of a chunk
 
 as `ModelShape.learner_parts` counts them. On the first rank the native engine holds N·b once more,
-and for each token keys and values of 2 · layers · key-value heads · head width · b. A server of
-vLLM takes the share of its GPUs that it is told.
+and for each token keys and values of 2 · layers · key-value heads · head width · b.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import re
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +24,16 @@ from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.finding import Finding
 from treegraft.policy.shapes import BYTES, ModelShape
 from treegraft.settings.config import Config
+
+_PROMPT_TOKENS = 256
+"""Assumed length of a prompt if the context has no limit of its own."""
+_PACKAGES_BYTES = 400_000_000
+"""Resident after importing torch, transformers and peft, as measured."""
+_ADVICE = (
+    "It takes less with learn.max_pack_tokens=2048, model.gradient_checkpointing=true,"
+    " model.dtype=bfloat16 or model.lora.rank=16, with several ranks learn.offload=true, beside"
+    " servers engine.vllm.sleep=true; `treegraft doctor RECIPE --gpus 8` says what eight GPUs hold"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,12 @@ class Room:
 
 
 def _meminfo() -> Room | None:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    with contextlib.suppress(OSError, ValueError, KeyError):  # systems without /proc
+        sizes = {}
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, size = line.partition(":")
+            sizes[name] = int(size.split()[0]) * 1024
         return Room(sizes["MemAvailable"], sizes["MemTotal"], "this machine")
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # systems without /proc
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Room(whole, whole, "this machine")
     return None
 
 
@@ -70,56 +75,32 @@ def memory_room(folder: Path = Path("/sys/fs/cgroup")) -> Room | None:
     return min(rooms, key=lambda room: room.free, default=None)
 
 
-def gpu_room() -> Room | None:
-    """Returns the memory of the first GPU; None without one."""
-    for line in _nvidia_smi("memory.free,memory.total", "--format=csv,noheader,nounits"):
-        with contextlib.suppress(ValueError):
-            free, whole = (int(one) * 2**20 for one in line.split(","))
-            return Room(free, whole, "the GPU")
-    return None
-
-
-def gpus() -> list[str]:
-    """Returns the NVIDIA GPUs as their driver names them; empty without a driver."""
-    return _nvidia_smi("name,memory.total", "--format=csv,noheader")
-
-
-def _nvidia_smi(columns: str, form: str) -> list[str]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, f"--query-gpu={columns}", form]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = found.stdout.splitlines() if found.returncode == 0 else []
-    return [line.strip() for line in lines if line.strip()]
+def gpus() -> dict[str, Room]:
+    """Returns the memory of the NVIDIA GPUs by number and name; empty without a driver."""
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.free,memory.total"]
+    if shutil.which(query[0]) is None:
+        return {}
+    # A driver that hangs must not hold up `doctor`.
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        said = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        found = {}
+        for line in said.stdout.splitlines():
+            number, name, free, whole = line.split(",")
+            room = Room(int(free) << 20, int(whole) << 20, "the GPU")
+            found[f"{number}:{name}, {gigabytes(room.whole)}"] = room
+        return found
+    return {}
 
 
 def gigabytes(num_bytes: float) -> str:
     """Returns a size for people: "512 MB", "2.1 GB"."""
     return f"{num_bytes / 1e9:.1f} GB" if abs(num_bytes) >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-# ---------------------------------------------------------------------- what a recipe needs
-
-CARDS = {"H200": 141, "H100": 80, "A100": 80, "L40S": 48}
-"""Memory of cards in 10^9 bytes, by their data sheets."""
-SERVER_SHARE = 0.92
-"""Of each of its GPUs that a server takes unless it is told: the default of
---gpu-memory-utilization in vLLM 0.32."""
-_PROMPT_TOKENS = 256
-"""Assumed length of a prompt if the context has no limit of its own."""
-_PACKAGES_BYTES = 400_000_000
-"""Resident after importing torch, transformers and peft, as measured."""
-_ADVICE = (
-    "It takes less with learn.max_pack_tokens=2048, model.gradient_checkpointing=true,"
-    " model.dtype=bfloat16 or model.lora.rank=16, with several ranks learn.offload=true, beside"
-    " servers engine.vllm.sleep=true; `treegraft doctor RECIPE --gpus 8` says what eight GPUs hold"
-)
-_PASSING = ("gathered layers", "activations", "logits")
-"""Parts of a learner that are there while it learns, and go before servers come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,35 +116,19 @@ class Place:
     @classmethod
     def here(cls, config: Config) -> Place:
         """Returns this machine, with its GPUs if it has any."""
-        room = gpu_room()
-        if room is None:
+        rooms = [*gpus().values()]
+        if not rooms:
             return cls(room=memory_room(), num_gpus=0, num_ranks=1)
         ranks = 1 if config.learn.ranks == "auto" else config.learn.ranks
-        return cls(room=room, num_gpus=len(gpus()), num_ranks=ranks)
+        return cls(room=rooms[0], num_gpus=len(rooms), num_ranks=ranks)
 
     @classmethod
-    def planned(cls, config: Config, num_gpus: int, card: str) -> Place:
-        """Returns GPUs that need not be here, by name, such as "A100", or "A100:40" for those with
-        another memory, in 10^9 bytes.
-
-        Raises:
-            SettingError: the card is not known, or the memory is no number above 0.
-        """
-        name, colon, size = card.partition(":")
-        known = {one.lower(): memory for one, memory in CARDS.items()}.get(name.lower())
-        if known is None or (colon and not (size.isascii() and size.isdigit() and int(size))):
-            raise SettingError(
-                f"--gpu: got '{card}', expected one of {', '.join(CARDS)}; for another card take"
-                f" the nearest with its memory in GB, as in {name if known else 'H100'}:96",
-                code="unknown-card",
-            )
-        memory = (int(size) if colon else known) * 10**9
-        ranks = config.learn.ranks
-        if ranks == "auto":
-            # As many as torchrun is given: all GPUs but those that a recipe names for servers.
-            num_named = len(_server_gpus(config))
-            ranks = num_gpus - num_named if num_gpus > num_named else num_gpus
-        room = Room(memory, memory, f"each {name.upper()}")
+    def planned(cls, config: Config, num_gpus: int, gpu_gb: float = 80) -> Place:
+        """Returns GPUs that need not be here, each with so much memory in 10^9 bytes."""
+        # Data sheets count in 10^9 bytes, drivers in 2^20.
+        room = Room(int(gpu_gb * 1e9), int(gpu_gb * 1e9), "each GPU")
+        # "auto" takes as many as torchrun starts, commonly one for each GPU.
+        ranks = num_gpus if config.learn.ranks == "auto" else config.learn.ranks
         return cls(room=room, num_gpus=num_gpus, num_ranks=ranks)
 
     @property
@@ -177,31 +142,26 @@ class Place:
 
 def needed(config: Config, shape: ModelShape, place: Place) -> dict[str, float]:
     """Returns the estimated bytes of each part of a run in this machine's memory or, on GPUs, on
-    the one that holds a rank and the most besides."""
+    the one of the first rank, without servers of vLLM."""
     parts = shape.learner_parts(config, place.num_ranks)
     width = BYTES[config.model.dtype]
     weights = float(shape.num_weights * width)
     path = _path_tokens(config) * shape.kv_bytes(width)
-    native = config.engine.native
-    if not place.num_gpus:
-        del parts["reserved"]
-        # The engine pads small batches to 16 rows.
-        leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
-        rows = min(config.engine.max_rows, leaves)
-        parts["Python and packages"] = _PACKAGES_BYTES
-        parts["engine's weights"] = weights
-        parts["engine's packed weights"] = weights
-        parts["keys and values"] = min(rows * path, 1e9 * native.cpu_cache_gb)
-    elif config.engine.kind != "vllm":
-        parts["engine's weights"] = weights
-        # The least: the engine takes what is left of the GPU.
-        parts["keys and values of a path"] = path
-    elif taken := _num_servers_beside(config, place) * _server_bytes(config, place):
-        if config.engine.vllm.sleep:
-            # They leave while a pass runs; what the driver takes stays.
-            passing = sum(parts.get(name, 0.0) for name in _PASSING)
-            taken = max(taken - passing, shape.RESERVED)
-        parts["servers"] = taken
+    if place.num_gpus:
+        if config.engine.kind != "vllm":
+            parts["engine's weights"] = weights
+            # The least: the engine takes what is left of the GPU.
+            parts["keys and values of a path"] = path
+        return parts
+    del parts["reserved"]
+    # The engine pads small batches to 16 rows.
+    leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
+    rows = min(config.engine.max_rows, leaves)
+    parts["Python and packages"] = _PACKAGES_BYTES
+    parts["engine's weights"] = weights
+    # The kernels multiply with a copy of their own, in another order.
+    parts["engine's packed weights"] = weights
+    parts["keys and values"] = min(rows * path, 1e9 * config.engine.native.cpu_cache_gb)
     return parts
 
 
@@ -211,37 +171,6 @@ def _path_tokens(config: Config) -> int:
         return config.model.tiny.max_context
     limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
     return _PROMPT_TOKENS + limit
-
-
-def _server_gpus(config: Config) -> Counter[str]:
-    """How many servers there are on each of the GPUs that a recipe names for them."""
-    vllm = config.engine.vllm
-    taken: Counter[str] = Counter()
-    if config.engine.kind == "vllm" and vllm.gpus and not vllm.servers:
-        for number in range(vllm.num_servers):
-            entry = vllm.gpus[number % len(vllm.gpus)]
-            taken.update(gpu.strip() for gpu in entry.split(","))
-    return taken
-
-
-def _num_servers_beside(config: Config, place: Place) -> int:
-    """The most servers that share the GPU of one rank."""
-    vllm = config.engine.vllm
-    if config.engine.kind != "vllm" or vllm.servers:
-        return 0
-    if not vllm.gpus:
-        # They have the GPUs in turn, and the first rank has the first.
-        return math.ceil(vllm.num_servers / place.num_gpus)
-    taken = _server_gpus(config)
-    return max(taken[str(rank)] for rank in range(place.num_ranks))
-
-
-def _server_bytes(config: Config, place: Place) -> float:
-    """What a server takes of each of its GPUs, keys and values included."""
-    arguments = " ".join(config.engine.vllm.server_args)
-    share = re.search(r"--gpu-memory-utilization[ =](\d*\.?\d+)", arguments)
-    whole = 0 if place.room is None else place.room.whole
-    return (float(share[1]) if share else SERVER_SHARE) * whole
 
 
 def memory(config: Config, vocabulary: Sequence[str], place: Place) -> list[Finding]:
@@ -259,7 +188,10 @@ def memory(config: Config, vocabulary: Sequence[str], place: Place) -> list[Find
     except (ModelError, SettingError) as error:
         return [Finding("model.path", config.model.path, False, str(error))]
     if shape is None:
-        note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
+        note = (
+            f"'{config.model.path}' is not on this machine yet, so its size is not known; it is"
+            " fetched from the hub when the run starts"
+        )
         return [Finding("memory", "unknown", note=note, is_doubtful=True)]
     return memory_of(config, shape, place)
 
@@ -282,14 +214,11 @@ def memory_of(config: Config, shape: ModelShape, place: Place) -> list[Finding]:
     if room is None:
         return [*found, Finding("sum", gigabytes(total))]
     note = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"
-    if room.free == room.whole:
-        note = f"{room.place} has {gigabytes(room.whole)}"
-    if left >= 0 and (path := parts.get("keys and values of a path", 0.0)):
-        num_paths = 1 + int(left // path)
-        note += f", room for {num_paths:,} paths of {_path_tokens(config):,} tokens at a time"
-    if servers := parts.get("servers", 0.0):
-        share = max(0.0, (left + servers) / room.whole / _num_servers_beside(config, place))
-        note += f"; the learner leaves each server {share:.2f} of it (--gpu-memory-utilization)"
     if left < 0:
+        # In the order of what they cost: the first two change no result.
         note += f". {_ADVICE}"
+    elif path := parts.get("keys and values of a path", 0.0):
+        note += f", room for {1 + int(left // path):,} paths of {_path_tokens(config):,} tokens"
+    elif place.num_gpus:
+        note += f"; servers may take {left / room.whole:.2f} of it (--gpu-memory-utilization)"
     return [*found, Finding("sum", gigabytes(total), left >= 0, note)]

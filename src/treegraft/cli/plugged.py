@@ -27,6 +27,7 @@ class Plugged(TyperGroup):
         plugged = self._plugged().get(cmd_name)
         if plugged is None:
             return super().get_command(ctx, cmd_name)
+        # Its module is not imported: the list of commands must not wait for torch.
         return TyperCommand(cmd_name, help=plugged.facts["help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -61,6 +61,7 @@ async def answered(parts: Parts, task: Task) -> Answer:
     async def unscored(tree: Tree) -> Tree:
         return tree
 
+    # A question has no reference, so no reward function could judge its answer.
     grower = replace(parts, scorer=unscored).grower(Independent(), limits)
     key = (parts.config.run.seed, "run")
     tree = await grower.grow(task, noise_key=key, group_id="run/question")
@@ -125,6 +126,7 @@ class Agent:
         try:
             return asked.result()
         except BaseException:
+            # Else the rollout would go on behind a caller that has given up.
             asked.cancel()
             raise
 

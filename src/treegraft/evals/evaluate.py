@@ -86,6 +86,7 @@ async def independent_trees(
     num_leaves, temperature = sampling
     limits = eval_limits(parts.config, temperature=temperature, num_leaves=num_leaves)
     grower = parts.grower(Independent(), limits)
+    # Before it grows anything, so that a wait can say what it waits for.
     grower.watch = watch
     return await grower.grow_all(
         tasks,
@@ -114,6 +115,7 @@ async def evaluate(
     began = time.monotonic()
     watch = Watch() if watch is None else watch
     settings = parts.config.eval
+    # One trajectory: at temperature 0 all would be the same.
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
     if settings.num_samples:
         passes.append(("sampled", settings.temperature, settings.num_samples))

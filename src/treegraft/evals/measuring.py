@@ -107,6 +107,7 @@ class Subject:
     def that_count(facts: Mapping[str, Any]) -> dict[str, Any]:
         """Returns these facts, which an earlier version may have written, without the settings that
         are gone or change no trajectory."""
+        # A suite that was stopped goes on after a change of such settings.
         no_matter = settings_with("ignored_by_eval", "same_answers")
         return {
             name: value

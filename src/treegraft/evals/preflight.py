@@ -18,6 +18,7 @@ from treegraft.core.interfaces import Span, Tool, signature_of
 from treegraft.core.types import Leaf, Observation, StepContent, Task, ToolCall
 from treegraft.tasks.reward_calls import is_async
 
+# To a closed vocabulary both words are unknown, and no reference is that.
 WRONG = "no idea"
 """An answer that no reference holds."""
 NUM_TASKS = 8
@@ -116,18 +117,13 @@ class Preflight:
     async def scored(self, task: Task) -> tuple[Leaf, Leaf] | None:
         """Returns the scored leaves of the reference as answer and of a wrong answer; None where
         the format cannot say one of them."""
-        answers = [self._answering(one) for one in (task.reference[0], self._wrong_answer)]
+        answers = [self._answering(one) for one in (task.reference[0], WRONG)]
+        # As a whole tree, since rewards may compare the answers of a group.
         tree = self.setup.answered(task, answers)
         if tree is None:
             return None
         right, wrong = (await self.setup.scorer(tree)).leaves
         return right, wrong
-
-    @cached_property
-    def _wrong_answer(self) -> str:
-        words = self.setup.source.vocabulary() if self.is_closed else ()
-        references = {one for task in self.tasks for one in task.reference}
-        return next((word for word in words if word.isalnum() and word not in references), WRONG)
 
 
 def prompts(preflight: Preflight) -> list[Finding]:
@@ -190,6 +186,7 @@ _ADVICE_UNKNOWN = (
 
 def lengths(preflight: Preflight) -> list[Finding]:
     """Returns whether a call, its result and the reference fit in a trajectory."""
+    # The limit counts results of tools too, as the model reads them.
     limit = preflight.setup.config.rollout.max_completion_tokens
     call = preflight._spans(preflight._call) if preflight._call else ()
     num_call = sum(len(ids) for ids, _ in call)
@@ -219,6 +216,7 @@ def calls(preflight: Preflight) -> list[Finding]:
         spans = form.render_step(step)
     except ValueError as error:
         return [Finding(f"call of {name}", "cannot be written", False, str(error))]
+    # A template that drops a call's arguments would make each call a violation.
     parsed = form.parse_step(spans[0][0])
     is_same = parsed.violation is None and len(parsed.content.calls) == len(step.calls)
     value = "is written and read back" if is_same else "is not read back"
@@ -227,62 +225,67 @@ def calls(preflight: Preflight) -> list[Finding]:
 
 async def references(preflight: Preflight) -> list[Finding]:
     """Returns whether the references are rewarded, and better than a wrong answer."""
-    with_reference = [task for task in preflight.tasks if task.reference]
     setup = preflight.setup
     # An environment's reward is that of its state, which nobody has moved here; a call of a
     # coroutine function may cost something.
-    if not with_reference or setup.kind or any(is_async(one) for _, one, _ in setup.rewards):
+    if setup.kind or any(is_async(one) for _, one, _ in setup.rewards):
         return []
-    pairs = [(task, await preflight.scored(task)) for task in with_reference]
-    scored = [(task, *pair) for task, pair in pairs if pair is not None]
-    return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
-
-
-_Scored = Sequence[tuple[Task, Leaf, Leaf]]
-
-
-def _unsaid(pairs: Sequence[tuple[Task, tuple[Leaf, Leaf] | None]]) -> Iterator[Finding]:
-    if bad := [task for task, pair in pairs if pair is None]:
-        value = f"{len(bad)} of {len(pairs)} references cannot be written as an answer"
-        note = f"the first: {bad[0].reference[0]!r:.80} of task '{bad[0].id}'"
-        yield Finding("references as answers", value, len(bad) < len(pairs), note, True)
-
-
-def _unscored(scored: _Scored) -> Iterator[Finding]:
-    errors = [leaf.error for _, *leaves in scored for leaf in leaves if leaf.error]
-    if errors:
-        num = 2 * len(scored)
-        value = f"no reward for {len(errors)} of {num} made answers"
-        yield Finding("scoring", value, len(errors) < num, errors[0], True)
-
-
-def _incorrect(scored: _Scored) -> Iterator[Finding]:
-    if bad := [(task, right) for task, right, _ in scored if right.is_correct is False]:
-        task, leaf = bad[0]
-        value = f"{len(bad)} of {len(scored)} do not count as correct when the agent gives them"
+    num_tried = 0
+    unsaid: list[Task] = []
+    incorrect: list[tuple[Task, Leaf]] = []
+    scored: list[tuple[Leaf, Leaf]] = []
+    for task in preflight.tasks:
+        if not task.reference:
+            continue
+        num_tried += 1
+        pair = await preflight.scored(task)
+        if pair is None:
+            unsaid.append(task)
+            continue
+        right, wrong = pair
+        if right.is_correct is False:
+            incorrect.append((task, right))
+        # None if the function has failed, which `Parts.try_rewards` reports.
+        if right.reward is not None and wrong.reward is not None:
+            scored.append(pair)
+    found = []
+    if unsaid:
+        value = f"{len(unsaid)} of {num_tried} references cannot be written as an answer"
+        note = f"the first: {unsaid[0].reference[0]!r:.80} of task '{unsaid[0].id}'"
+        is_good = len(unsaid) < num_tried
+        found.append(Finding("references as answers", value, is_good, note, True))
+    if incorrect:
+        task, leaf = incorrect[0]
+        num = num_tried - len(unsaid)
+        value = f"{len(incorrect)} of {num} do not count as correct when the agent gives them"
         note = (
             f"'{task.reference[0]:.60}' of task '{task.id}' was read as {leaf.answer!r:.60}; see"
             " format.answer and tasks.dataset.reference_after"
         )
-        yield Finding("correctness", value, len(bad) < len(scored), note, True)
+        found.append(Finding("correctness", value, len(incorrect) < num, note, True))
+    return found + _alike(scored)
 
 
-def _alike(scored: _Scored) -> Iterator[Finding]:
-    known = [(r, w) for _, r, w in scored if r.reward is not None and w.reward is not None]
-    if not known:
-        return
-    better = [(r, w) for r, w in known if (r.reward or 0.0) > (w.reward or 0.0)]
-    right, wrong = (better or known)[0]
-    value = f"{_rewards(right)} for the reference, {_rewards(wrong)} for a wrong answer"
-    if better:
-        note = "" if len(better) == len(known) else f"alike for {len(known) - len(better)} tasks"
-        yield Finding("reward", value, True, note, bool(note))
-        return
+def _alike(scored: Sequence[tuple[Leaf, Leaf]]) -> list[Finding]:
+    """Whether the reference earns more than a wrong answer, by the leaves of both."""
+    if not scored:
+        return []
+    num_better = 0
+    shown = scored[0]
+    for right, wrong in reversed(scored):
+        if (right.reward or 0.0) > (wrong.reward or 0.0):
+            num_better += 1
+            shown = (right, wrong)
+    value = f"{_rewards(shown[0])} for the reference, {_rewards(shown[1])} for a wrong answer"
+    if num_better:
+        num_alike = len(scored) - num_better
+        note = f"alike for {num_alike} tasks" if num_alike else ""
+        return [Finding("reward", value, True, note, bool(note))]
     note = (
         "the reference earns no more than a wrong answer, so nothing could be learned from answers;"
         " see how the function reads the answer shown below"
     )
-    yield Finding("reward", value, False, note)
+    return [Finding("reward", value, False, note)]
 
 
 def _rewards(leaf: Leaf) -> str:

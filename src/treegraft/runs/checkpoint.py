@@ -73,6 +73,7 @@ _STATE = TypeAdapter(TrainState)
 
 def checksums_of(folder: Path) -> dict[str, str]:
     """Returns the checksum of each file in the folder, by its path there."""
+    # All files: a swapped tokenizer or template would change a resumed run unseen.
     return {name: file_checksum(file) for name, file in _files(folder).items()}
 
 
@@ -126,32 +127,29 @@ def read_state(folder: Path) -> TrainState:
             )
         del data["format_version"]
         checksums = data.pop("checksums")
-        # 0.7 wrote null before the first update.
-        data["num_drawn"] = data.get("num_drawn") or 0
+        # Strict, so that a text in place of a number is damage and not converted.
         state = _STATE.validate_json(json.dumps(data), strict=True)
-        missing = [name for name in checksums if not (folder / name).is_file()]
-        damaged = [
-            name
-            for name, sum in checksums.items()
-            if name not in missing and file_checksum(folder / name) != sum
-        ]
-        written = {*checksums, path.relative_to(folder).as_posix()}
-        added = [name for name in _files(folder) if name not in written and name.endswith(_LOADED)]
+        faults: dict[str, list[str]] = {}
+        for name, sum in checksums.items():
+            if not (folder / name).is_file():
+                faults.setdefault("missing", []).append(name)
+            elif file_checksum(folder / name) != sum:
+                faults.setdefault("different from what was written", []).append(name)
+        for name in _files(folder):
+            # Libraries load such a file if it is there, whoever has put it there.
+            if name not in (*checksums, "treegraft/state.json") and name.endswith(_LOADED):
+                what = "new since it was written, and would be loaded with it"
+                faults.setdefault(what, []).append(name)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(folder, error) from error
-    for names, what in (
-        (missing, "missing"),
-        (damaged, "different from what was written"),
-        (added, "new since it was written, and would be loaded with it"),
-    ):
-        if names:
-            raise CheckpointError(
-                f"checkpoint '{folder}' is damaged: {', '.join(names)}"
-                f" {'is' if len(names) == 1 else 'are'} {what}.{way_out(folder)}",
-                code="checkpoint-files-differ",
-            )
+    for what, names in faults.items():
+        raise CheckpointError(
+            f"checkpoint '{folder}' is damaged: {', '.join(names)}"
+            f" {'is' if len(names) == 1 else 'are'} {what}.{way_out(folder)}",
+            code="checkpoint-files-differ",
+        )
     return state
 
 
@@ -186,11 +184,7 @@ def checkpoint_name(state: TrainState) -> str:
 
 def in_order(checkpoints_dir: Path) -> list[Path]:
     """Returns the checkpoints of a run but the best, the newest last."""
-    return [
-        folder
-        for pattern in ("warmup-*", "update-*")
-        for folder in sorted(checkpoints_dir.glob(pattern))
-    ]
+    return [*sorted(checkpoints_dir.glob("warmup-*")), *sorted(checkpoints_dir.glob("update-*"))]
 
 
 def latest_checkpoint(checkpoints_dir: Path) -> Path | None:
@@ -207,6 +201,7 @@ def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
     for folder in found:
         if folder not in (updates or found)[-keep:]:
             gone = folder.with_name(f".{folder.name}{PARTIAL}")
+            # Of an earlier process that was killed while it removed this one.
             if gone.exists():
                 remove_folder(gone)
             remove_folder(folder.replace(gone))

@@ -6,12 +6,13 @@ characters made visible, so that it cannot move the cursor or recolour the scree
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -61,26 +62,17 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """Returns the evaluation among `metrics` on one line, in an order of its own.
+    """Returns the evaluation among `metrics` on one line.
 
-    "accuracy 41.5% greedy, 38.0% sampled, pass@4 72.0%, gain +0.25 greedy (95 %: +0.18 to +0.32)"
+    "accuracy 0.415, accuracy_sampled 0.38, gain 0.25, gain_high 0.32, gain_low 0.18, pass_at_4 0.7"
     """
-    parts: list[str] = []
-    for name, decoding in (("accuracy", "greedy"), ("accuracy_sampled", "sampled")):
-        if f"eval/{name}" in metrics:
-            label = "" if parts else "accuracy "
-            parts.append(f"{label}{metrics[f'eval/{name}']:.1%} {decoding}")
-    prefix = "eval/pass_at_"
-    for k in sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix)):
-        parts.append(f"pass@{k} {metrics[f'{prefix}{k}']:.1%}")
-    for key, decoding in (("eval/gain", "greedy"), ("eval/gain_sampled", "sampled")):
-        if f"{key}_high" in metrics:
-            interval = (metrics[key], metrics[f"{key}_low"], metrics[f"{key}_high"])
-            # Adding 0.0 turns a rounded -0.0 into 0.0.
-            gain, low, high = (round(value, 2) + 0.0 for value in interval)
-            parts.append(f"gain {gain:+.2f} {decoding} (95 %: {low:+.2f} to {high:+.2f})")
-    if metrics.get("eval/failed_frac", 0.0) > 0:
-        parts.append(f"failed {metrics['eval/failed_frac']:.1%}")
+    parts = []
+    for key, value in sorted(metrics.items()):
+        name = key.removeprefix("eval/")
+        is_shown = re.fullmatch(r"accuracy|accuracy_sampled|gain\w*|pass_at_\d+", name)
+        # A share of failures is worth a word only if there are any.
+        if key != name and (is_shown or (name == "failed_frac" and value)):
+            parts.append(f"{name} {value:.3g}")
     return ", ".join(parts)
 
 
@@ -116,8 +108,10 @@ class PlainDisplay:
     def _say(self, text: str, style: str = "") -> None:
         self._last_phase_s = time.monotonic()
         self._bar.reset(self._task)
-        # Unwrapped, so that paths and commands can be copied.
-        self._console.print(Text(plain(text), style), soft_wrap=True)
+        # Unwrapped, so that paths and commands can be copied. A run does not end because its
+        # terminal was closed, or a log's disk is full.
+        with suppress(OSError):
+            self._console.print(Text(plain(text), style), soft_wrap=True)
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         self._say(f"run {run_dir}: {title}, {num_updates} updates", "bold")
@@ -130,7 +124,8 @@ class PlainDisplay:
             self._bar.update(
                 self._task, description=plain(text), completed=done, total=total or None
             )
-            self._bar.start()
+            with suppress(OSError):
+                self._bar.start()
         # Only what takes long is worth a line; that of a phase that ends soon would be noise.
         elif time.monotonic() - self._last_phase_s >= _PHASE_EVERY_S:
             self._say(f"  {text}")
@@ -145,7 +140,8 @@ class PlainDisplay:
         if self._sample and now - self._last_sample_s >= _SAMPLE_EVERY_S:
             self._last_sample_s = now
             text = transcript(self._sample, self.tokenizer, limit=160)
-            self._console.print(Padding.indent(text, 4))
+            with suppress(OSError):
+                self._console.print(Padding.indent(text, 4))
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         self._say(f"evaluated {name}: {evaluation_line(metrics)}")
@@ -178,7 +174,8 @@ class PlainDisplay:
         """Gives the terminal back; may be called twice."""
         # Elsewhere rich would end with an empty line.
         if self._bar.live.is_started:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
 
 
 class NoDisplay:
@@ -204,9 +201,8 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
 
 def show_texts(display: Display, tokenizer: Decoder) -> None:
     """Lets a display of ours show what agents wrote where the format cannot read it."""
-    inner = getattr(display, "inner", display)
-    if isinstance(inner, PlainDisplay):
-        inner.tokenizer = tokenizer
+    if isinstance(display, PlainDisplay):
+        display.tokenizer = tokenizer
 
 
 @contextmanager

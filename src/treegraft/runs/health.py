@@ -35,6 +35,7 @@ class History:
 
     def add(self, line: MetricsLine) -> None:
         """Adds a line before the rules look at it."""
+        # The first measured one: updates without learning have none.
         if self.first_entropy is None:
             self.first_entropy = number(line, "learn/entropy")
         # The line of an evaluation before the first update holds no trajectories to judge.
@@ -44,8 +45,13 @@ class History:
     def mean(self, key: str) -> float | None:
         """Returns the mean of a metric over the window; None if it is not full, or one of its lines
         has no such number."""
-        known = [value for line in self.recent if (value := number(line, key)) is not None]
-        return sum(known) / len(known) if len(known) == self.window else None
+        total = 0.0
+        for line in self.recent:
+            value = number(line, key)
+            if value is None:
+                return None
+            total += value
+        return total / self.window if len(self.recent) == self.window else None
 
 
 def number(line: MetricsLine, key: str) -> float | None:
@@ -237,13 +243,16 @@ class HealthWarning:
 def recorded(line: MetricsLine) -> list[HealthWarning]:
     """Returns the warnings that were written into a line of metrics, in the order of `RULES`."""
     keys = sorted(key for key in line if key.startswith(PREFIX))
-    return [
-        HealthWarning(rule, key.removeprefix(begin).removeprefix("_"), value)
-        for rule in (rules() if keys else ())
-        for begin in (f"{PREFIX}{rule.name}",)
-        for key in keys
-        if f"{key}_".startswith(f"{begin}_") and (value := number(line, key)) is not None
-    ]
+    found = []
+    # Most lines have none, and rules of extensions are loaded for those that have one alone.
+    for rule in rules() if keys else ():
+        begin = f"{PREFIX}{rule.name}"
+        for key in keys:
+            value = number(line, key)
+            if f"{key}_".startswith(f"{begin}_") and value is not None:
+                subject = key.removeprefix(begin).removeprefix("_")
+                found.append(HealthWarning(rule, subject, value))
+    return found
 
 
 class Monitor:
@@ -274,19 +283,23 @@ class Monitor:
             sentence for each one that is over.
         """
         self._history.add(line)
-        found = [
-            HealthWarning(rule, subject, value)
-            for rule in rules()
-            if rule.name not in self._silenced
-            for subject, value in sorted(rule.check(self._history, line, rule.limit).items())
-        ]
+        found = []
+        for rule in rules():
+            if rule.name not in self._silenced:
+                subjects = rule.check(self._history, line, rule.limit)
+                for subject, value in sorted(subjects.items()):
+                    found.append(HealthWarning(rule, subject, value))
         began = [warning for warning in found if warning.name not in self._last]
         update = int(line["update"])
-        self._last |= {warning.name: update for warning in found}
-        # A warning that comes and goes would be said in every other update; so one is over only
-        # when it has not stood for as many updates as the window holds.
-        over = [name for name, last in self._last.items() if update - last >= WINDOW]
-        ends = [f"{name} is over: last seen in update {self._last.pop(name)}" for name in over]
+        for warning in found:
+            self._last[warning.name] = update
+        ends = []
+        for name, last in [*self._last.items()]:
+            # A warning that comes and goes would be said in every other update; so one is over only
+            # if it has not occurred for as many updates as the window has.
+            if update - last >= WINDOW:
+                del self._last[name]
+                ends.append(f"{name} is over: last seen in update {last}")
         return found, began, ends
 
 

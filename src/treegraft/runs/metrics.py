@@ -26,6 +26,7 @@ METRICS: Mapping[str, str] = _meanings()
 @functools.cache
 def known_metrics() -> Mapping[str, str]:
     """Returns every metric key with its meaning, those of extensions after ours."""
+    # Not at import: every extension's entry point is looked up for it.
     others = {key: entry.value for key, entry in registered("metric").items()}
     return {**METRICS, **others}
 

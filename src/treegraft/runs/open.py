@@ -116,6 +116,7 @@ def open_checkpoint(
             f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.",
             code="model-without-settings",
         )
+    # Merged adapters would otherwise be added a second time.
     return with_value(config, "model.lora.rank", 0), place
 
 

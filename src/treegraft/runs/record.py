@@ -4,12 +4,12 @@
       config.json                       resolved settings
       objects.json                      the Python objects that they lead to, where there are any
       metrics.jsonl                     one line per update
-      trees/updates-000000.jsonl.zst    whole trees, advantages and ratios included (`tree_files`)
-      trees/evals-000000.jsonl.zst      the same of evaluations
+      trees/update-000012.jsonl.zst     whole trees, advantages and ratios included (`tree_files`)
+      trees/eval-000010-greedy.jsonl.zst    the same of an evaluation
       checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-metrics.jsonl and the files of trees grow; every other file is written whole under another name and
-then renamed, so that no reader finds half of one.
+metrics.jsonl grows; every other file is written whole under another name and then renamed, so that
+no reader finds half of one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from treegraft.core.files import (
 from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
-from treegraft.runs.tree_files import cut_parts, find_part, in_order, parts_in, parts_of
+from treegraft.runs.tree_files import cut_parts, find_part, parts_in
 from treegraft.runs.trust import remember
 
 
@@ -49,10 +49,9 @@ def read_trees(path: Path | str) -> list[Tree]:
     """
     place = Path(path)
     if place.is_dir():
+        # A folder of trees alone is read too, as somebody may have copied it.
         folder = place / "trees" if (place / "trees").is_dir() else place
         parts = parts_in(folder, "update")
-    elif place.suffix == ".zst" and place.is_file():
-        parts = in_order(parts_of(place.absolute()))
     elif part := find_part(place):
         parts = [part]
     else:
@@ -206,6 +205,7 @@ class RunFolder:
         except ImportError:  # not a Unix: no protection there
             return
         try:
+            # The system frees the lock of a process that was killed.
             lock = open_own(self.path / ".lock")
         except OSError as error:
             raise CheckpointError(
@@ -240,6 +240,7 @@ class RunFolder:
 
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Adds one line to metrics.jsonl. Raises CheckpointError if the folder was removed."""
+        # Else the append would make a folder of one file, which looks like a run.
         self.refuse_removed()
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
         LineFile(self.metrics_path).append(line)
@@ -266,15 +267,6 @@ class RunFolder:
         """Returns what `read_trees` and `write_trees` call an update's trees, or (kind "greedy",
         "sampled") those of an evaluation after it."""
         return self.trees_dir / (f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}")
-
-    def damaged_trees(self, update: int, *, has_all: bool) -> list[str]:
-        """Returns the trees, up to those of an update, that are missing or not as they were
-        written; where earlier ones may have been dropped (`has_all` is false), those between."""
-        parts = [part for part in parts_in(self.trees_dir) if part.update <= update]
-        numbers = {part.update for part in parts if part.kind == "update"}
-        first = 1 if has_all else min(numbers, default=update + 1)
-        missing = [f"trees/update-{n:06d}" for n in range(first, update + 1) if n not in numbers]
-        return [*missing, *(one.label for one in parts if one.checksum not in ("", one.sum_here()))]
 
     def cut_before(self, update: int) -> None:
         """Removes the metrics and trees of `update` and of later ones."""
@@ -312,6 +304,7 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
             )
         raise DataError(f"'{run_dir}' has no {name}; expected a run folder", code="metrics-missing")
     try:
+        # What follows the last line break is a line that is being written.
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise DataError(
@@ -322,9 +315,7 @@ def read_metrics(run_dir: Path | str, name: str = "metrics.jsonl") -> list[dict[
 
 def _metrics_line(line: bytes, where: str) -> dict[str, float]:
     try:
-        found = parse_json(line)
-        if not isinstance(found, dict) or not isinstance(found.get("update"), int | float):
-            raise ValueError('expected an object with "update"')
+        found: dict[str, float] = parse_json(line)
         for key, value in found.items():
             if not isinstance(value, int | float):
                 raise ValueError(f"{key} is not a number")
@@ -333,9 +324,9 @@ def _metrics_line(line: bytes, where: str) -> dict[str, float]:
         if not 0 <= found["update"] < 1 << 53:
             raise ValueError("its update is out of range")
         return found
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, AttributeError, KeyError) as error:
         raise DataError(
-            f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
+            f"{where}: not a line of metrics ({plain(repr(error), 200)}); the file was damaged or"
             " changed by hand. Put back a copy of it, or remove the line to look at the rest",
             code="metrics-line-invalid",
         ) from error

@@ -79,21 +79,24 @@ class Replay:
             key=lambda tree: keyed_unit(self._seed, "replay", update, tree.task.id),
         )[: self.num_due]
         self._drawn = [update - _update_of(tree) for tree in replayed]
-        placed = [
-            ((index + 0.5) / len(trees), tree)
-            for trees in (fresh, replayed)
-            for index, tree in enumerate(trees)
-        ]
-        return [tree for _, tree in sorted(placed, key=lambda pair: pair[0])]
+        # Each at its share of the way: of 4 fresh and 2 replayed ones the latter are 2nd and 5th.
+        placed: list[tuple[float, Tree]] = []
+        for trees in (fresh, replayed):
+            for index, tree in enumerate(trees):
+                placed.append(((index + 0.5) / len(trees), tree))
+        placed.sort(key=lambda pair: pair[0])
+        return [tree for _, tree in placed]
 
     def take_fresh(self, update: int, learned: Sequence[Tree]) -> list[Tree]:
         """Returns the groups among those learned from that this update sampled, and keeps them for
         later ones."""
+        # Replayed groups have the number of the update that sampled them.
         fresh = [tree for tree in learned if tree.group_id.startswith(f"{update}/")]
         for tree in fresh if self._num_wanted else ():
             if _teaches(tree):
                 self._groups.pop(tree.task.id, None)
                 self._groups[tree.task.id] = tree
+        # The oldest goes first, as in the paper's queue.
         while len(self._groups) > CAPACITY:
             del self._groups[next(iter(self._groups))]
         return fresh

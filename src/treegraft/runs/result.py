@@ -88,6 +88,7 @@ def latest_of(lines: Iterable[Mapping[str, float]]) -> dict[str, float]:
     latest: dict[str, float] = {}
     for line in lines:
         latest = update_latest(latest, line)
+    # The number of a line is no metric.
     latest.pop("update", None)
     return latest
 
@@ -134,8 +135,12 @@ class RunResult:
         "pass_at_4"."""
         found = []
         for line in self.history:
-            ours = {key[5:]: one for key, one in line.items() if key.startswith("eval/")}
-            found += [{"update": line["update"]} | ours] if ours else []
+            ours = {"update": line["update"]}
+            for key, value in line.items():
+                if key.startswith("eval/"):
+                    ours[key.removeprefix("eval/")] = value
+            if len(ours) > 1:
+                found.append(ours)
         return found
 
     def trees(self, update: int | None = None) -> list[Tree]:

@@ -9,7 +9,6 @@ end of one process and the start of the next.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +83,14 @@ def resumed(
         if checkpoint is not None:
             state = read_state(checkpoint)
             _refuse_short(folder, state, checkpoint)
+            # It has settings of its own, which are read next.
             require_trust(settings_of(checkpoint))
             refuse_other_settings(run_dir, own, checkpoint)
             places = {name: name for name in state.beside if name.startswith(_OF_FOLDER)}
             changed = changes(state.beside, folder_inputs(run_dir, state, places), places)
             if not accepts_changes:
                 refuse_changed(run_dir, checkpoint, changed)
-            notices += [*changed, *_damaged_trees(folder, state.update, settings)]
+            notices += changed
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
@@ -159,28 +159,10 @@ def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: Path) 
 
 def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[str]:
     """What is lost where a run without a checkpoint begins anew."""
-    if os.path.lexists(folder.checkpoints_dir) and not folder.checkpoints_dir.is_dir():
-        raise CheckpointError(
-            f"run folder '{folder.path}': checkpoints is not a folder; expected the one that"
-            " `treegraft train` made. Put it back.",
-            code="checkpoints-no-folder",
-        )
     if checkpoint is None and folder.metrics_size():
         yield (
             f"{folder.path} has no checkpoint; the run begins anew, and its metrics and trees so"
             " far are removed"
-        )
-
-
-def _damaged_trees(folder: RunFolder, update: int, config: Config) -> Iterator[str]:
-    """What a resume does not depend on, and is not as it was written."""
-    has_all = config.track.record_trees and config.track.keep_trees is None
-    if damaged := folder.damaged_trees(update, has_all=has_all):
-        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
-        yield (
-            f"{', '.join(damaged[:3])}{more}: missing or not as written, so that what is"
-            " shown of them may be wrong; the run itself does not depend on them and goes on as it"
-            " was"
         )
 
 
@@ -199,10 +181,12 @@ def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()
         name = path.relative_to(run_dir).as_posix()
         found[name] = _checksum(path, facts.st_size, facts.st_mtime_ns)
     for part in parts_in(run_dir / "trees"):
+        # The gain since the start compares the last evaluation with this one.
         is_start = part.update == 0 and part.kind != "update" and is_begun
         if is_start or part.label in replayed:
-            found[part.label] = part.sum_here()
+            found[part.label] = part.checksum()
     if state.metrics_size:
+        # Of the beginning alone: what follows belongs to updates that are repeated.
         found[METRICS] = file_checksum(run_dir / METRICS, state.metrics_size)
     return dict(sorted(found.items()))
 

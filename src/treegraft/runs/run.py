@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from treegraft.core.errors import DataError, EngineError, SettingError, StorageError
 from treegraft.core.files import free_name, storage_fault, write_atomically
@@ -38,43 +38,6 @@ from treegraft.settings.table import with_choices
 _BEST = "best"
 SPENT = (CALLS, ("rollout/num_sampled_tokens",))
 """What counts against the limits of [run]: executed calls, and tokens."""
-
-
-class Trains(Protocol):
-    """What a run records: a `treegraft.Session`, as far as a run knows it."""
-
-    def inputs(self, *, at_start: bool = False) -> Mapping[str, str]:
-        """Returns the checksums of what it reads and a resume depends on, by name; `at_start`, as
-        they were at the checkpoint."""
-
-    def input_places(self) -> Mapping[str, str]:
-        """Returns what messages call them."""
-
-    @property
-    def update(self) -> int:
-        """The update whose weights the learner has, 0 before the first."""
-
-    @property
-    def is_syncing(self) -> bool:
-        """Whether the engine is being given weights."""
-
-    def replayed(self) -> Sequence[str]:
-        """Returns the parts of the run's trees that a resume reads again."""
-
-    def save(self, folder: Path, state: TrainState) -> None:
-        """Writes a checkpoint with this state, all of it or nothing."""
-
-
-class Measured(Protocol):
-    """An evaluation, as far as a run knows it."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def metrics(self) -> dict[str, float]: ...
-    @property
-    def passes(self) -> dict[str, list[Tree]]: ...
-    def gain(self, kind: str, before: Sequence[Tree]) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +99,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.display = self.recorder.display
+        # One for session and run, so that a signal ends both at the same point.
         self.stop = Stop()
         self._is_new = self.folder is None
         self._is_recorded = False
@@ -244,12 +208,12 @@ class Run:
         return f"treegraft {self.command} --resume {self.path}"
 
     @contextmanager
-    def recording(self, session: Trains, warnings: Sequence[str] = ()) -> Iterator[None]:
+    def recording(self, session: Any, warnings: Sequence[str] = ()) -> Iterator[None]:
         """Holds the run folder for the time of the block. A first signal that asks for an end ends
         the block at the next safe point and saves; a second Ctrl-C ends it at once.
 
         Args:
-            session: what is trained, open.
+            session: the open `treegraft.Session`; a run knows no model and no engine.
             warnings: what is wrong with the tasks' data, one sentence each.
 
         Raises:
@@ -283,6 +247,7 @@ class Run:
         if self.folder is None:
             is_named = self.config.run.name is not None
             folder = RunFolder.create(self.path, config_json(self.config), is_named=is_named)
+            # Another process could resume a folder that is there and not claimed.
             folder.claim()
             folder.write_objects(self.given.records)
             self.path = folder.path
@@ -353,6 +318,7 @@ class Run:
 
     def _save_with_others(self) -> None:
         """Saves, with the help of the other ranks, which wait for what comes next."""
+        # After a checkpoint the signal may come before anything has changed.
         if self.state == self._saved:
             return
         self.team.call_off()
@@ -397,6 +363,7 @@ class Run:
         before = self.state.pending
         num_all = self.config.warmup.num_steps
         sums = {key: before.get(key, 0.0) + value for key, value in step.spent.items()}
+        # Sums over all processes of the run, since `pending` is in the checkpoint.
         own = {"warmup/num_steps": float(step.num_steps), **step.metrics, **sums}
         self.state = replace(self.state, warmup_steps=step.num_steps, pending={**before, **own})
         detail = f"loss {step.metrics['warmup/loss']:.3f}"
@@ -434,7 +401,7 @@ class Run:
         done = self.state.warmup_steps
         return any(line.get("warmup/num_steps", 0) == done for line in lines)
 
-    def log_warm_up(self, evaluation: Measured | None) -> None:
+    def log_warm_up(self, evaluation: Any) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
         if evaluation is None:  # there are no held-out tasks
             return
@@ -458,6 +425,7 @@ class Run:
         more_state: Mapping[str, Any],
     ) -> None:
         """Records an update that is learned and whose weights the engine has; `close` logs it."""
+        # Before the state changes: a failed write must not count as recorded.
         self.recorder.update(update, trees)
         calls, tokens = (sum(int(metrics.get(key, 0)) for key in keys) for keys in SPENT)
         spent = (self.state.spent[0] + calls, self.state.spent[1] + tokens)
@@ -475,7 +443,7 @@ class Run:
         is_last = settings.at_end and self.is_over
         return is_last or bool(settings.every and number % settings.every == 0)
 
-    def close(self, evaluation: Measured | None = None) -> None:
+    def close(self, evaluation: Any = None) -> None:
         """Logs the update with its evaluation (None for none), and keeps the best and the latest
         checkpoints; nothing if that is done."""
         if not self.state.is_closed:
@@ -484,7 +452,7 @@ class Run:
         # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()
 
-    def _close(self, evaluation: Measured | None) -> None:
+    def _close(self, evaluation: Any) -> None:
         update = self.state.update
         state = self.state
         evaluated = {} if evaluation is None else self._recorded(evaluation)
@@ -501,6 +469,7 @@ class Run:
         # Closed before anything is saved: a resume from here must not evaluate and log it again.
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
+            # A checkpoint of its own, since the latest ones are pruned.
             self._write(_BEST)
         if self.is_over or ((every := self.config.checkpoint.every) and update % every == 0):
             self.save()
@@ -510,10 +479,10 @@ class Run:
         if not self.state.is_closed:
             self.recorder.metrics(self.state.update, self.state.pending)
 
-    def _recorded(self, evaluation: Measured) -> dict[str, float]:
+    def _recorded(self, evaluation: Any) -> dict[str, float]:
         """Records the trees of an evaluation; returns its metrics."""
         number = self.state.update
-        metrics = evaluation.metrics
+        metrics: dict[str, float] = evaluation.metrics
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
         if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
@@ -530,10 +499,9 @@ class Run:
         is_due = bool(settings.eval_every) and done == settings.num_steps
         return is_due and (done > 0 or self.config.eval.at_start)
 
-    def _gain_since_start(self, evaluation: Measured) -> dict[str, float]:
+    def _gain_since_start(self, evaluation: Any) -> dict[str, float]:
         """How much better the end is than the start, where both were recorded."""
         metrics: dict[str, float] = {}
-        self.recorder.written()
         for kind in evaluation.passes:
             part = find_part(self._own.trees_path(0, kind))
             if part is not None and self.state.update > 0:
@@ -551,7 +519,6 @@ class Run:
             self._write(checkpoint_name(self.state))
 
     def _write(self, name: str) -> None:
-        self.recorder.written()
         with self.stop.shielded():
             self._own.refuse_removed()
             # A resume cuts the metrics to this length.
@@ -562,4 +529,5 @@ class Run:
             self._session.save(self._own.checkpoints_dir / name, self.state)
             if name != _BEST:
                 self._saved = self.state
+                # Last: until the new one is whole, a resume needs an old one.
                 prune_checkpoints(self._own.checkpoints_dir, self.config.checkpoint.keep)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,6 +92,7 @@ def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
                 not_installed(f"{SETTING}: '{name}'", [module], found.facts["install"]),
                 code="package-missing",
             )
+        # Only if the recipe names it: packages such as wandb take seconds to load.
         makers[name] = found.load()
     return makers
 
@@ -145,13 +145,12 @@ Entry = tuple[int, Mapping[str, float], Sequence[HealthWarning]]
 
 @dataclass(slots=True)
 class _Member:
-    """One tracker, and the updates that it lacks."""
+    """One tracker."""
 
     name: str
     maker: Maker
     tracker: Any = None
     """None before it could be made."""
-    missed: deque[Entry] = field(default_factory=deque)
     is_failing: bool = False
 
 
@@ -183,15 +182,17 @@ class Trackers:
         self._note = note
         self.wants_end = False
         """Whether one has answered an update of this process with False."""
+        self._entries: list[Entry] = []
+        """All updates so far, for a tracker that lacks some."""
         self._members = [_Member(name, maker) for name, maker in makers.items()]
         if not self._members:
             return
         self._tracked = Tracked.of(run_dir)
         self._tracked.write()
+        for line in history:
+            metrics = dict(line)
+            self._entries.append((int(metrics.pop("update")), metrics, ()))
         for member in self._members:
-            for line in history:
-                metrics = {key: value for key, value in line.items() if key != "update"}
-                self._miss(member, (int(line["update"]), metrics, ()))
             self._try(member, self._catch_up)
         # Answers to updates of an earlier process ended that process.
         self.wants_end = False
@@ -206,8 +207,9 @@ class Trackers:
         self, update: int, metrics: Mapping[str, float], warnings: Sequence[HealthWarning]
     ) -> None:
         """Hands over the metrics of an update, and the warnings that begin with it."""
+        if self._members:
+            self._entries.append((update, metrics, warnings))
         for member in self._members:
-            self._miss(member, (update, metrics, warnings))
             self._try(member, self._catch_up)
 
     def finish(self, latest: Mapping[str, float]) -> None:
@@ -227,17 +229,14 @@ class Trackers:
     def _has_had(self, member: _Member, update: int) -> bool:
         return update <= self._tracked.updates.get(member.name, -1)
 
-    def _miss(self, member: _Member, entry: Entry) -> None:
-        # A resumed run repeats updates; the repetitions are equal.
-        if not self._has_had(member, entry[0]):
-            member.missed.append(entry)
-
     def _catch_up(self, member: _Member) -> None:
-        while member.missed:
-            update, metrics, warnings = member.missed[0]
+        for update, metrics, warnings in self._entries:
+            # A resumed run repeats updates; the repetitions are equal.
+            if self._has_had(member, update):
+                continue
             if _call(member.tracker, "log", update, metrics) is False:
                 self.wants_end = True
-            member.missed.popleft()
+            # Only once `log` has returned: an update that failed is sent again.
             self._tracked.updates[member.name] = update
             self._tracked.write()
             for warning in warnings:
@@ -262,7 +261,7 @@ class Trackers:
                 )
             member.is_failing = True
             return
-        if member.is_failing and not member.missed:
+        if member.is_failing:
             member.is_failing = False
             self._note(f"tracker '{member.name}' works again and has all updates")
 

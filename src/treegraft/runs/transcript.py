@@ -89,6 +89,7 @@ def transcript(
         limit: longest text of one part, in characters; None shows all.
     """
     grid = Table.grid(padding=(0, 1))
+    # As wide as "violation", the longest label of ours; tools' names are cut.
     grid.add_column(width=9)
     grid.add_column(overflow="fold")
 

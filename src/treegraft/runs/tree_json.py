@@ -151,6 +151,7 @@ def tree_from_dict(data: dict[str, Any]) -> Tree:
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
         leaves=tuple(Leaf(**{**one, "status": Status(one["status"])}) for one in data["leaves"]),
+        # Numpy columns inside: lists of Python numbers take several times the memory.
         steps=tuple(_step_from_dict(step) for step in data["steps"]),
     )
 

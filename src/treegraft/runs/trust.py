@@ -62,6 +62,7 @@ def _remember(checksums: Iterable[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with path.open("a") as file:
             file.writelines(f"{one}\n" for one in checksums if one not in _trusted_here)
+    # Also if nothing could be written: else a run could not open its own folder.
     _trusted_here.update(checksums)
 
 
@@ -82,21 +83,6 @@ def is_trusted(settings: Path) -> bool:
     return False
 
 
-def _found_in(folder: Path) -> dict[str, list[str]]:
-    """The settings of a checkpoint, or of a run with its checkpoints: what they may do, by their
-    checksums. Unreadable ones are left out, and what a link in the folder leads to."""
-    paths = [settings_of(folder)]
-    if not paths[0].exists():
-        paths = [folder / "config.json", *map(settings_of, sorted(folder.glob("checkpoints/*")))]
-    found = {}
-    for path in paths:
-        with suppress(OSError, ValueError):
-            if not leads_outside(path, folder):
-                checksum, acts = _read(path)
-                found[checksum] = acts
-    return found
-
-
 def trust(folder: Path | str) -> None:
     """Trusts a run folder with its checkpoints, or a checkpoint, as it is now: what its settings
     name may run. A later change of it is asked about.
@@ -104,7 +90,17 @@ def trust(folder: Path | str) -> None:
     Raises:
         CheckpointError: it is neither.
     """
-    found = _found_in(Path(folder).expanduser().resolve())
+    # Resolved, so that a link to a run folder trusts the folder and not the link.
+    place = Path(folder).expanduser().resolve()
+    paths = [settings_of(place)]
+    if not paths[0].exists():
+        paths = [place / "config.json", *map(settings_of, sorted(place.glob("checkpoints/*")))]
+    found = []
+    for path in paths:
+        # What a link leads to is no part of this folder, and unreadable settings do nothing.
+        with suppress(OSError, ValueError):
+            if not leads_outside(path, place):
+                found.append(_read(path)[0])
     if not found:
         raise CheckpointError(
             f"'{folder}' is neither a run folder nor a checkpoint of Treegraft.",
@@ -128,35 +124,27 @@ def require_trust(settings: Path) -> None:
     try:
         if is_trusted(settings):
             return
+        checksum, acts = _read(settings)
     except (OSError, ValueError):  # nothing acts; who reads it next says what is missing or damaged
         return
-    whole = settings.resolve().parent
-    if whole.name == "treegraft":
-        whole = whole.parent
-        run = whole.parent.parent
-        if whole.parent.name == "checkpoints" and (run / "config.json").is_file():
-            whole = run
-    # What is trusted together is read once, and shown together.
-    found = _found_in(whole)
-    lines = _in_order(set().union(*found.values()))
-    listed = "".join(f"\n  {line}" for line in lines)
+    listed = "".join(f"\n  {line}" for line in acts)
     if is_long := len(listed) > _MOST_SHOWN:
-        listed = (
-            f" {len(listed):,} characters, too many for a question. Read it in config.json there,"
-            " and in treegraft/config.json of each checkpoint."
-        )
+        listed = f" {len(listed):,} characters, too many for a question. Read the file."
     fault = (
         f"{str(settings)!r} was not made by you, or has changed since: it is not in your list"
-        f" ('{list_path()}'). What the settings in {str(whole)!r} and its checkpoints may do:"
-        f"{listed}"
+        f" ('{list_path()}'). What these settings may do:{listed}"
     )
     if _accepts or (not is_long and _says_yes(plain(fault))):
-        _remember(found)
+        _remember([checksum])
+        # Somebody may have changed the file while the question was read.
         if is_trusted(settings):
             return
+    folder = settings.resolve().parent
+    if folder.name == "treegraft":
+        folder = folder.parent
     raise CheckpointError(
         f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
-        f" treegraft.trust({str(whole)!r}).",
+        f" treegraft.trust({str(folder)!r}).",
         code="folder-untrusted",
     )
 
@@ -172,19 +160,13 @@ def what_acts(settings: Any) -> list[str]:
     """Returns a line for each value of settings that does something by its declaration, or that
     nothing declares, without repeats; what runs comes first."""
     from treegraft.settings.config import Config
-    from treegraft.settings.table import acting
+    from treegraft.settings.table import Act, acting
 
+    acts = get_args(Act)
     lines = set()
     whole = settings if isinstance(settings, Mapping) else {"": settings}
     for act, name, value in acting(Config, whole):
         # Also what cannot be printed is told by it.
         shown = redacted(repr(value)) if act == "sends" else repr(value)
-        lines.add(f"{act}: {name} = {shown}")
-    return _in_order(lines)
-
-
-def _in_order(lines: Iterable[str]) -> list[str]:
-    from treegraft.settings.table import Act
-
-    acts = get_args(Act)
-    return sorted(lines, key=lambda line: (acts.index(line.partition(":")[0]), line))
+        lines.add((acts.index(act), f"{act}: {name} = {shown}"))
+    return [line for _, line in sorted(lines)]

@@ -164,7 +164,7 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
     """The lines of a file or of a run's trees: where, with which number."""
     if path.is_dir():
         for part in _parts(path):
-            place = path / part.label if part.checksum else part.path
+            place = part.path.with_name(f"{part.name}.jsonl")
             for number, line in part.lines():
                 yield place, number + 1, line
         return

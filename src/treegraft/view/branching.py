@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.types import BranchCause, Step, Tree
+from treegraft.core.types import BranchCause, Tree
 
 _PROBE_TOKENS = 20
 """The default of `explore.entropy.probe_tokens`, for a run that recorded none."""
@@ -25,11 +25,8 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
             after_tool: the tool whose result precedes these tokens; None without a call.
         Steps without comparable tokens are left out.
     """
-    explore = config.get("explore", {})
-    own = explore.get("entropy", {}) if isinstance(explore, Mapping) else {}
-    own = own if isinstance(own, Mapping) else {}
-    count = own.get("probe_tokens")
-    count = count if isinstance(count, int) and count > 0 else _PROBE_TOKENS
+    own = config.get("explore", {}).get("entropy", {})
+    count = own.get("probe_tokens", _PROBE_TOKENS)
     is_lagging = own.get("statistic") == "lagging"
     steps = {step.id: step for step in tree.steps}
     # Of several children of a step, one was looked at; its sibling branches share its numbers.
@@ -40,7 +37,7 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
             continue
         start = steps[".".join(step.id.split(".")[:2])]
         now = steps[step.parent] if is_lagging else step
-        change = _compared(_first(now, count), _first(start, count))
+        change = _compared(now.sampled_entropies[:count], start.sampled_entropies[:count])
         if change is None:
             continue
         calls = steps[step.parent].content.calls
@@ -51,10 +48,6 @@ def entropy_changes(tree: Tree, config: Mapping[str, Any]) -> dict[str, dict[str
         if isinstance(step.cause, BranchCause) and step.parent in seen_below:
             found[step.id] = seen_below[step.parent]
     return found
-
-
-def _first(step: Step, count: int) -> list[float]:
-    return step.sampled_entropies[:count]
 
 
 def _compared(now: list[float], then: list[float]) -> dict[str, Any] | None:

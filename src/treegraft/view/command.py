@@ -9,38 +9,20 @@ import webbrowser
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from treegraft.core.errors import SettingError
 from treegraft.core.listener import address_of, is_loopback, listen, serve
-from treegraft.core.text import plain
 from treegraft.view.runs import open_runs
-from treegraft.view.text import pick_file, show
+from treegraft.view.text import show
 
 
-def view_text(
-    paths: list[Path],
-    update: int | None,
-    evaluation: int | None,
-    group: int | None,
-    leaf: int | None,
-) -> None:
-    """Prints the list of an update's groups, a tree, or a trajectory.
+def view_text(paths: list[Path], place: str) -> None:
+    """Prints a tree, or a trajectory.
 
     Raises:
-        SettingError: several runs, or options that do not go together.
-        DataError: there is no such update, group or leaf.
+        SettingError: several runs.
+        DataError: there is no such tree or leaf.
     """
-    if update is not None and evaluation is not None:
-        raise SettingError(
-            "--update and --eval: got both, expected at most one, since each chooses the trees to"
-            " show; give one of them",
-            code="update-and-eval",
-        )
-    if leaf is not None and group is None:
-        raise SettingError(
-            f"--leaf {leaf} needs --group, the tree of the leaf", code="leaf-without-group"
-        )
     runs = open_runs(paths)
     if len(runs) != 1:
         raise SettingError(
@@ -48,14 +30,7 @@ def view_text(
             code="one-run-for-text",
         )
     (run,) = runs.values()
-    file = pick_file(run, update, evaluation)
-    console = Console()
-    console.print(show(run, file, group, leaf))
-    if group is None:
-        kind, number = file.split("-")[:2]
-        hint = f"treegraft view {paths[0]} --text --{kind} {int(number)} --group 0"
-        # Not wrapped, so that it can be copied from a narrow terminal.
-        console.print(Text(plain(f"one tree: {hint}"), style="dim"), soft_wrap=True)
+    Console().print(show(run, place))
 
 
 def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool) -> None:

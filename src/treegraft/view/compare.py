@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treegraft.core.errors import DataError
@@ -52,19 +52,27 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[Row], list[str]]:
             )
         runs.append(lines)
         notes += [f"{run.name}: {note}" for note in left_out]
-    key = next(
-        (key for key in ACCURACIES if any(key in line for run in runs for line in run)),
-        ACCURACIES[0],
-    )
-    accuracies = [{int(line["update"]): line[key] for line in run if key in line} for run in runs]
-    updates = sorted({update for one in accuracies for update in one})
-    rows: list[Row] = [
-        (f"update {update}", [one.get(update) for one in accuracies]) for update in updates
-    ]
+    names: set[str] = set()
+    for one in runs:
+        names = names.union(*one)
+    key = ACCURACIES[1] if ACCURACIES[0] not in names and ACCURACIES[1] in names else ACCURACIES[0]
+    accuracies = []
+    for one in runs:
+        accuracies.append({int(line["update"]): line[key] for line in one if key in line})
+    rows: list[Row] = []
+    for update in sorted(set().union(*accuracies)):
+        rows.append((f"update {update}", [values.get(update) for values in accuracies]))
     for cost in COSTS:
-        parts = CALLS if cost in CALLS else (cost,)
-        costs = [
-            [sum(line.get(p, 0.0) for p in parts) for line in run if cost in line] for run in runs
-        ]
-        rows.append((cost, [sum(one) if one else None for one in costs]))
+        rows.append((cost, [_cost_of(one, cost) for one in runs]))
     return key, rows, notes
+
+
+def _cost_of(lines: Sequence[Mapping[str, float]], cost: str) -> float | None:
+    """The sum of a cost over the lines that have it; None without any."""
+    # Calls that an environment repeated for a branch were executed too.
+    keys = CALLS if cost in CALLS else (cost,)
+    found = None
+    for line in lines:
+        if cost in line:
+            found = (found or 0.0) + sum(line.get(key, 0.0) for key in keys)
+    return found

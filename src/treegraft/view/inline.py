@@ -34,6 +34,7 @@ class Viewer:
         token = secrets.token_urlsafe(16)
         app = build_app(open_runs(paths), token=token, is_framed=is_notebook)
         listener = listen("127.0.0.1", port)
+        # A thread cannot be interrupted, so the server asks ten times a second.
         self._ended = threading.Event()
         self.url = f"{address_of(listener)}{token}/"
         self._thread = threading.Thread(

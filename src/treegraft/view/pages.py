@@ -49,18 +49,18 @@ def best_leaf(paths: Sequence[Trajectory]) -> int | None:
     """Returns the number of the path with the highest reward; None without rewards. Ties go to a
     correct path, then to the highest advantage, then to the fewest tokens, then to the first
     path."""
-    scored = [
-        (
-            -path.reward,
-            not path.leaf.is_correct,
-            -(path.advantage or 0.0),
-            _num_tokens(path.steps),
-            number,
-        )
-        for number, path in enumerate(paths)
-        if path.reward is not None
-    ]
-    return min(scored)[-1] if scored else None
+    best = None
+    least = None
+    for number, path in enumerate(paths):
+        if path.reward is None:
+            continue
+        advantage = path.advantage or 0.0
+        rank = (-path.reward, not path.leaf.is_correct, -advantage, _num_tokens(path.steps))
+        # Strictly, so that of equal paths the first one stays.
+        if least is None or rank < least:
+            best = number
+            least = rank
+    return best
 
 
 def _leaf_row(path: Trajectory) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def summarise(tree: Tree) -> dict[str, Any]:
 
 def _advantage_below(leaves: Sequence[Leaf], step_id: str) -> float | None:
     """The advantage of a shared step in all: the weighted mean over the leaves below it."""
-    below = [
-        (leaf.weight, leaf.advantage)
-        for leaf in leaves
-        if f"{leaf.step_id}.".startswith(f"{step_id}.") and leaf.advantage is not None
-    ]
-    total = sum(weight for weight, _ in below)
-    return sum(weight * advantage for weight, advantage in below) / total if total else None
+    total = 0.0
+    weighted = 0.0
+    for leaf in leaves:
+        if f"{leaf.step_id}.".startswith(f"{step_id}.") and leaf.advantage is not None:
+            total += leaf.weight
+            weighted += leaf.weight * leaf.advantage
+    return weighted / total if total else None
 
 
 def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
@@ -223,6 +223,7 @@ def _graft_peers(
     for path in paths:
         history = []
         for step in path.steps[1:]:
+            # Results too: after other results the same call is another place.
             history.append((_action(step), tuple(seen.text for seen in step.content.observations)))
         histories.append(history)
     found: dict[str, dict[str, Any]] = {}
@@ -288,28 +289,27 @@ def texts(tree: Tree) -> Iterator[str]:
 
 
 def page_warnings(
-    found: Sequence[Sequence[HealthWarning]], before: Sequence[Sequence[HealthWarning]]
+    found: Sequence[Sequence[HealthWarning]], before: Sequence[HealthWarning]
 ) -> list[list[dict[str, Any]]]:
     """Returns the warnings of each line of metrics: name, rule, text, and whether the warning
     begins with this line.
 
     Args:
         found: the warnings of each line.
-        before: those of the line before each of them.
+        before: those of the line before the first.
     """
-    names = [{one.name for one in warnings} for warnings in before]
-    return [
-        [
-            {
-                "name": one.name,
-                "rule": one.rule.name,
-                "text": one.text,
-                "is_new": one.name not in earlier,
-            }
-            for one in warnings
-        ]
-        for warnings, earlier in zip(found, names, strict=True)
-    ]
+    rows = []
+    for warnings in found:
+        earlier = {one.name for one in before}
+        row = []
+        for one in warnings:
+            is_new = one.name not in earlier
+            row.append(
+                {"name": one.name, "rule": one.rule.name, "text": one.text, "is_new": is_new}
+            )
+        rows.append(row)
+        before = warnings
+    return rows
 
 
 def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str, Any]]:

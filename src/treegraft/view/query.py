@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from treegraft.view.pages import summarise, texts
 from treegraft.view.runs import RunReader
 
 MAX_FOUND = 100
-"""Trees of one answer; its cursor asks for the next."""
+"""Trees after which an answer ends with the file; its cursor asks for the next."""
 BUDGET_S = 1.0
-"""Seconds after which an answer is cut."""
+"""Seconds after which an answer ends with the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,7 @@ class Filter:
 
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
+        # One leaf has to meet all of them: two leaves that meet one each are no match.
         if self.status and leaf["status"] != self.status:
             return False
         wanted = {
@@ -67,28 +67,23 @@ def _snippet(tree: Tree, text: str) -> str | None:
     return None
 
 
-def _candidates(
-    run: RunReader, wanted: Filter, file: TreePart, first: int
-) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yields the number of each tree of a file with its summary, None if its text does not
-    match."""
+def _candidates(run: RunReader, wanted: Filter, file: TreePart) -> Iterator[dict[str, Any]]:
+    """Yields the summary of each tree of a file that has the text."""
     # Without a text the summaries decide, which stay in memory.
     if not wanted.text:
-        for group in run.groups_of(file)[first:]:
-            yield int(group["n"]), group
+        yield from run.groups_of(file)
         return
     text = wanted.text.lower()
     escaped = json.dumps(text)[1:-1].encode()
-    for number, line in file.lines(first):
-        found = None
+    for number, line in file.lines():
         # Bytes tell without parsing that a line does not have the text. Letters beyond ASCII change
         # their case in ways that bytes do not follow; for those each line is parsed.
-        if not text.isascii() or escaped in line.lower():
-            tree = parse_tree(line, f"'{file.name}', line {number + 1}")
-            snippet = _snippet(tree, text)
-            if snippet is not None:
-                found = summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
-        yield number, found
+        if text.isascii() and escaped not in line.lower():
+            continue
+        tree = parse_tree(line, f"'{file.name}', line {number + 1}")
+        snippet = _snippet(tree, text)
+        if snippet is not None:
+            yield summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
 
 
 def find(
@@ -98,7 +93,7 @@ def find(
 
     Args:
         file: the only file to search, in its order; empty for all, newest first.
-        cursor: "FILE:NUMBER" of an earlier answer.
+        cursor: of an earlier answer: the file to go on with.
         kinds: "update", "eval" or "all" files.
 
     Returns:
@@ -107,36 +102,35 @@ def find(
         cursor: None at the end.
         num_seen, num_files: files searched so far, and all of them.
     """
-    if file:
-        files = [one for one in run.files() if one.name == file]
-    else:
-        files = [
-            one
-            for one in reversed(run.files())
-            if kinds in ("all", "update" if one.kind == "update" else "eval")
-        ]
-    name, _, number = cursor.partition(":")
+    files = []
+    for one in reversed(run.files()):
+        is_wanted = kinds in ("all", "update" if one.kind == "update" else "eval")
+        if one.name == file or (not file and is_wanted):
+            files.append(one)
     names = [one.name for one in files]
     # The search begins again if a resume has cut away the cursor's file.
-    place = names.index(name) if name in names else 0
-    first = int(number) if name in names and re.fullmatch("[0-9]{1,12}", number) else 0
+    index = names.index(cursor) if cursor in names else 0
     began = time.monotonic()
     groups: list[dict[str, Any]] = []
     damaged: list[str] = []
-    found = {"groups": groups, "damaged": damaged, "num_files": len(files)}
-    for index in range(place, len(files)):
+    while index < len(files):
+        # Between files alone, so that a cursor is the name of one.
+        if len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S:
+            break
         try:
-            for n, group in _candidates(run, wanted, files[index], first):
-                if group is not None and (matches := wanted.of_group(group)):
+            for group in _candidates(run, wanted, files[index]):
+                if matches := wanted.of_group(group):
                     groups.append(group | {"matches": matches})
-                # One file is always answered whole: its list can be sorted by the page.
-                if not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S):
-                    cursor = f"{files[index].name}:{n + 1}"
-                    return {**found, "cursor": cursor, "num_seen": index}
         except DataError as error:
             # One damaged file must not hide the others.
             if file:
                 raise
             damaged.append(str(error))
-        first = 0
-    return {**found, "cursor": None, "num_seen": len(files)}
+        index += 1
+    return {
+        "groups": groups,
+        "damaged": damaged,
+        "cursor": names[index] if index < len(files) else None,
+        "num_seen": index,
+        "num_files": len(files),
+    }

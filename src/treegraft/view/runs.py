@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
@@ -23,14 +22,12 @@ from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.checkpoint import latest_checkpoint
 from treegraft.runs.metrics import meaning
 from treegraft.runs.record import RunFolder, read_metrics, runs_beside
-from treegraft.runs.tree_files import TreePart, files_in, in_order, parts_of
+from treegraft.runs.tree_files import TreePart, parts_in
 from treegraft.runs.tree_json import parse_tree
 from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import draw, spell_unread, summarise
 from treegraft.view.tokens import TokenTexts
 
-_FileState = tuple[Path, int, int]
-"""A file with its time and size, which differ once it has changed."""
 LAST = ("reward/mean", "eval/accuracy", "eval/accuracy_sampled")
 """Metrics whose last values the list of runs has."""
 _LIVE_S = 600.0
@@ -56,10 +53,9 @@ class RunReader:
         """The texts of its tokens, if it has a checkpoint."""
         self._metrics = MetricsTable()
         self._state: tuple[Any, dict[str, Any]] | None = None
-        # The parts of each file of trees, and all of them by name.
-        self._listing: tuple[dict[_FileState, list[TreePart]], dict[str, TreePart]] = ({}, {})
         # The page of a tree asks for one leaf after another.
         self._read_tree = lru_cache(_KEPT_TREES)(_read_tree)
+        # By the part, which has the file's time: a file that changed is read again.
         self._read_groups = lru_cache(_KEPT_FILES)(_read_groups)
 
     def config(self) -> dict[str, Any]:
@@ -152,10 +148,9 @@ class RunReader:
     def _read_state(self, metrics: Path) -> dict[str, Any]:
         table = self.table()
         newest = 0
-        with suppress(OSError):  # a resume has just cut one away
-            # Their heads are not read: a list of runs polls each run.
-            for path in filter(Path.exists, [metrics, *self._tree_files()]):
-                newest = max(newest, path.stat().st_mtime_ns)
+        # Each new file changes the time of its folder: a list of runs polls each run.
+        for path in filter(Path.exists, [metrics, self.path / "trees"]):
+            newest = max(newest, path.stat().st_mtime_ns)
         total = self.setting("run", "num_updates") or 0
         done = table.last_update()
         sums = table.axes([-1]) if table.num_lines else {}
@@ -189,54 +184,35 @@ class RunReader:
 
     # ------------------------------------------------------------------ files of trees
 
-    def _tree_files(self) -> list[Path]:
-        folder = self.path / "trees"
-        return [] if leads_outside(folder, self.path) else files_in(folder)
-
     def files(self) -> list[TreePart]:
         """Returns the updates and evaluations whose trees are recorded, in order."""
-        return [*self._listed().values()]
-
-    def _listed(self) -> dict[str, TreePart]:
-        known, listed = self._listing
-        found: dict[_FileState, list[TreePart]] = {}
-        for path in self._tree_files():
-            try:
-                stat = path.stat()
-                key = (path, stat.st_mtime_ns, stat.st_size)
-                found[key] = known[key] if key in known else parts_of(path, self.path)
-            except OSError:  # a resume has just cut it away, or a link points to itself
-                continue
-        if known.keys() != found.keys():
-            ordered = in_order(chain.from_iterable(found.values()))
-            listed = {part.name: part for part in ordered}
-            self._listing = (found, listed)
-        return listed
+        folder = self.path / "trees"
+        return [] if leads_outside(folder, self.path) else parts_in(folder)
 
     def _part(self, name: str) -> TreePart:
-        part = self._listed().get(name)
-        if part is None:
-            raise DataError(
-                f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
-                " update-000001",
-                code="trees-missing",
-            )
-        return part
+        # The name comes from a request, so it is compared and never made a path.
+        for part in self.files():
+            if part.name == name:
+                return part
+        raise DataError(
+            f"run '{self.name}' has no trees '{name:.80}'; expected a name such as update-000001",
+            code="trees-missing",
+        )
 
     def num_trees(self, name: str) -> int:
         """Returns the number of trees of an update or evaluation."""
-        return len(self._part(name).places())
+        return len(self._part(name).texts())
 
     def tree(self, name: str, number: int) -> Tree:
         """Returns one tree. Raises DataError: there is none, or it is damaged."""
         part = self._part(name)
-        if not 0 <= number < (total := len(part.places())):
+        if not 0 <= number < (total := len(part.texts())):
             raise DataError(
                 f"'{name}' of run '{self.name}' has {total} trees; there is no number"
                 f" {number}, expected 0 to {total - 1}",
                 code="no-such-tree",
             )
-        return self._read_tree(part.key, number)
+        return self._read_tree(part, number)
 
     def drawn(self, name: str, number: int) -> dict[str, Any]:
         """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
@@ -275,17 +251,15 @@ class RunReader:
 
     def groups_of(self, part: TreePart) -> list[dict[str, Any]]:
         """Returns the same for a part that `files` listed."""
-        return self._read_groups(part.key)
+        return self._read_groups(part)
 
 
-def _read_tree(key: tuple[TreePart, int], number: int) -> Tree:
-    part, _ = key
+def _read_tree(part: TreePart, number: int) -> Tree:
     ((_, line),) = part.lines(number, 1)
     return parse_tree(line, f"'{part.name}', line {number + 1}")
 
 
-def _read_groups(key: tuple[TreePart, int]) -> list[dict[str, Any]]:
-    part, _ = key
+def _read_groups(part: TreePart) -> list[dict[str, Any]]:
     found = []
     for number, line in part.lines():
         tree = parse_tree(line, f"'{part.name}', line {number + 1}")
@@ -347,10 +321,12 @@ class RunSet(Mapping[str, RunReader]):
             # A run contains no other runs, and its checkpoints are folders with a config.json too.
             if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
                 below.clear()
+            # In place: os.walk reads this list to go on. Hidden folders are half-made runs.
             below[:] = sorted(name for name in below if not name.startswith("."))
         return found
 
     def _add(self, path: Path) -> None:
+        # Two names of one folder, such as a link to it, are one run.
         place = path.resolve()
         if place in self._known:
             return

@@ -6,22 +6,23 @@ and writes nothing.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from treegraft.core.addresses import public
 from treegraft.core.errors import DataError, SettingError, TreegraftError
@@ -31,7 +32,6 @@ from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
 from treegraft.settings.recipe import flatten
-from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find
 from treegraft.view.runs import RunReader, RunSet
@@ -43,6 +43,7 @@ CONTENT_SECURITY_POLICY = (
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """The browser refuses inline scripts, foreign addresses, and text turned into markup."""
+# A notebook shows the viewer in a frame, from another port of this machine.
 _OWN_FRAMES = "frame-ancestors 'self' http://localhost:* http://127.0.0.1:*"
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -80,69 +81,24 @@ _NO_STATE: dict[str, Any] = {
     "model": "",
     "seed": "",
 }
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".txt": "text/plain; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 
 
-class Guard:
-    """Lets through GET requests, and puts the safety headers on every answer."""
+class Guard(BaseHTTPMiddleware):
+    """Puts the safety headers on every answer."""
 
     def __init__(self, app: ASGIApp, *, is_framed: bool = False) -> None:
         """Args: is_framed: pages of this machine, such as a notebook, may show it in a frame."""
-        self._app = app
+        super().__init__(app)
         self._headers = dict(HEADERS)
         if is_framed:
             policy = CONTENT_SECURITY_POLICY.replace("frame-ancestors 'none'", _OWN_FRAMES)
             self._headers["content-security-policy"] = policy
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008})
-            return
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-                message = {**message, "headers": [*message["headers"], *extra]}
-            await send(message)
-
-        if scope["method"] not in ("GET", "HEAD"):
-            await Response("refused: this viewer only reads", 405, media_type="text/plain")(
-                scope, receive, send_guarded
-            )
-        else:
-            await self._app(scope, receive, send_guarded)
-
-
-class Entry:
-    """Lets in who knows the token, by the address `/TOKEN/...`: those in the pages are relative to
-    it. There is no cookie, which a browser would send to every port of this machine."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        first, slash, rest = scope["path"].removeprefix("/").partition("/")
-        answer: ASGIApp
-        if slash and hmac.compare_digest(first.encode("utf-8", "replace"), self._token):
-            answer = self._app
-            scope = {**scope, "path": f"/{rest}"}
-        else:
-            error = "refused: open the address that the viewer printed at its start, token included"
-            answer = _json({"error": error}, 403)
-        await answer(scope, receive, send)
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        answer = await call_next(request)
+        # On refusals too: an error page could be framed or sniffed as well.
+        answer.headers.update(self._headers)
+        return answer
 
 
 def _finite(value: Any) -> Any:
@@ -173,24 +129,9 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-@cache
-def static_files() -> dict[str, tuple[bytes, str]]:
-    """Every file of the pages with its type, by the path under which it is served."""
-    root = Path(__file__).with_name("static")
-    return {
-        file.relative_to(root).as_posix(): (file.read_bytes(), _TYPES[file.suffix])
-        for file in root.rglob("*")
-        if file.suffix in _TYPES
-    }
-
-
-def _page(request: Request) -> Response:
-    # By name from a list, never by path, so that no path leads out of the folder.
-    path = request.path_params.get("path") or "index.html"
-    if path not in static_files():
-        return Response("not found", 404, media_type="text/plain")
-    body, kind = static_files()[path]
-    return Response(body, media_type=kind)
+def _refused(_: Request) -> Response:
+    error = "refused: open the address that the viewer printed at its start, token included"
+    return _json({"error": error}, 403)
 
 
 def _flag(request: Request, name: str) -> bool | None:
@@ -198,16 +139,9 @@ def _flag(request: Request, name: str) -> bool | None:
 
 
 def _whole(request: Request, name: str) -> int | None:
-    text = request.query_params.get(name, "").strip()
-    if not text:
-        return None
-    # Digits beyond those of MAX_COUNT are not read: Python's own limit raises another error.
-    if not re.fullmatch("[0-9]{1,13}", text) or int(text) > MAX_COUNT:
-        raise SettingError(
-            f"{name}: got '{text:.40}', expected a whole number from 0 to {MAX_COUNT}",
-            code="number-out-of-range",
-        )
-    return int(text)
+    text = request.query_params.get(name, "")
+    # No run has more of anything; longer texts are none of our pages'.
+    return int(text) if re.fullmatch("[0-9]{1,12}", text) else None
 
 
 def _state(run: RunReader) -> dict[str, Any]:
@@ -249,11 +183,11 @@ class Api:
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
         self._runs.refresh()
-        return [
-            {"name": name, "path": str(run.path), "folder": self._runs.folder_of(name)}
-            | _state(run)
-            for name, run in self._runs.items()
-        ]
+        found = []
+        for name, run in self._runs.items():
+            place = {"name": name, "path": str(run.path), "folder": self._runs.folder_of(name)}
+            found.append(place | _state(run))
+        return found
 
     def run(self, request: Request) -> Any:
         """One run: its settings, its files of trees, and whether it has texts of tokens."""
@@ -284,13 +218,12 @@ class Api:
             first = 0
         lines = table.lines(numbers[first:])
         found = [recorded(line) for line in lines]
-        # The line before each tells whether a warning begins.
-        warned = [number for number, some in zip(numbers[first:], found, strict=True) if some]
-        earlier = dict(zip(warned, table.lines([max(0, n - 1) for n in warned]), strict=True))
-        before = [recorded(earlier[n]) if n in earlier and n else [] for n in numbers[first:]]
+        # The line before the first tells whether its warnings begin there.
+        before = recorded(table.lines([numbers[first] - 1])[0]) if first and lines else []
         # The trees say how many tasks were held out; a source may have fewer than the settings.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
+        # Of the whole run, as a page asks for new lines alone and shows older warnings.
         every = dict.fromkeys(table.names(), 0.0)
         return {
             "era": table.era,
@@ -404,11 +337,20 @@ def build_app(
         ("/api/runs/{run}/trees/{file}/{n}", api.tree),
         ("/api/runs/{run}/tokens/{file}/{n}", api.tokens),
     )
-    routes = [Route(path, answering(method)) for path, method in paths]
-    routes += [Route("/", _page), Route("/static/{path:path}", _page)]
-    # A foreign name in the Host header is refused: a page on the internet could point a name of its
-    # own here and read runs through it (DNS rebinding).
-    app: ASGIApp = GZipMiddleware(Starlette(routes=routes), MOST_PLAIN, compresslevel=1)
+    routes: list[BaseRoute] = [Route(path, answering(method)) for path, method in paths]
+    # Files by name within the folder; the library refuses paths and links that lead out of it.
+    static = Path(__file__).with_name("static")
+    routes.append(Route("/", lambda _: FileResponse(static / "index.html")))
+    routes.append(Mount("/static", StaticFiles(directory=static)))
     if token is not None:
-        app = Entry(app, token)
-    return Guard(OwnNames(app, host), is_framed=is_framed)
+        # In the address, to which those in the pages are relative, and not in a cookie, which a
+        # browser would send to every port of this machine.
+        routes = [Mount(f"/{token}", routes=routes), Route("/{path:path}", _refused)]
+    guards = [
+        Middleware(Guard, is_framed=is_framed),
+        # A page on the internet could point a name of its own here and read runs through it (DNS
+        # rebinding).
+        Middleware(OwnNames, host=host),
+        Middleware(GZipMiddleware, minimum_size=MOST_PLAIN, compresslevel=1),
+    ]
+    return Starlette(routes=routes, middleware=guards)

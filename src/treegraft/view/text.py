@@ -1,15 +1,14 @@
-"""The viewer in a terminal and in the output of a notebook: the list of an update, one tree, one
-trajectory."""
+"""The viewer in a terminal and in the output of a notebook: one tree, one trajectory."""
 
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from rich.tree import Tree as Drawing
@@ -41,19 +40,6 @@ _STYLES = {
     "tool": "blue",
 }
 
-_COLUMNS = {
-    "reward": "reward_mean",
-    "min": "reward_min",
-    "max": "reward_max",
-    "correct": "num_correct",
-    "leaves": "num_leaves",
-    "branches": "num_branches",
-    "grafts": "num_grafts",
-    "errors": "num_errors",
-    "longest": "longest",
-}
-"""Columns of a list of groups, and their keys in `pages.summarise`."""
-
 
 def as_text(shown: Tree | Trajectory) -> str:
     """Returns what `treegraft view --text` prints: a tree with its best trajectory, or one
@@ -75,88 +61,53 @@ def _recorded(shown: Tree | Trajectory, width: int) -> Console:
     return console
 
 
-def pick_file(run: RunReader, update: int | None, evaluation: int | None) -> str:
-    """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest
-    update's.
+def show(run: RunReader, place: str) -> RenderableType:
+    """Returns a tree with its best transcript, or the transcript of one leaf.
+
+    Args:
+        place: as in the addresses of the pages, "update-000004/0" or "update-000004/0/2"; "newest"
+            for the first tree of the newest update.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such tree or leaf.
     """
-    files = [file for file in run.files() if (file.kind == "update") is (evaluation is None)]
-    asked = update if evaluation is None else evaluation
-    wanted = [file.name for file in files if asked in (None, file.update)]
-    if not wanted:
-        kind = "update" if evaluation is None else "evaluation"
-        if not files:
-            raise DataError(
-                f"run '{run.name}' recorded no trees of any {kind} yet", code="no-trees-yet"
-            )
-        span = f"{files[0].update} to {files[-1].update}"
+    if place == "newest":
+        updates = [file.name for file in run.files() if file.kind == "update"]
+        if not updates:
+            raise DataError(f"run '{run.name}' recorded no trees yet", code="no-trees-yet")
+        place = f"{updates[-1]}/0"
+    name, *numbers = place.split("/")
+    if len(numbers) not in (1, 2) or not all(re.fullmatch("[0-9]{1,9}", one) for one in numbers):
         raise DataError(
-            f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}",
-            code="update-without-trees",
+            f"--text: got '{place:.80}', expected 'newest', a tree such as update-000004/0, or a"
+            " leaf such as update-000004/0/2",
+            code="no-such-tree",
         )
-    # Of one number there may be two evaluations, greedy and sampled; the greedy one comes first.
-    return wanted[-1] if asked is None else wanted[0]
-
-
-def show(run: RunReader, file: str, group: int | None, leaf: int | None) -> RenderableType:
-    """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript,
-    with `leaf` that transcript alone.
-
-    Raises:
-        DataError: there is no such group or leaf.
-    """
-    if group is None:
-        return _list(run, file)
-    if leaf is not None:
-        run.path_of(file, group, leaf)  # raises if there is none
     tokens = run.tokens if run.tokens.is_there else None
-    return drawn(run.tree(file, group), leaf, tokens, run.config())
+    number, *leaf = map(int, numbers)
+    if leaf:
+        return transcript(run.path_of(name, number, leaf[0]), tokens)
+    return drawn(run.tree(name, number), tokens, run.config())
 
 
 def drawn(
-    tree: Tree,
-    leaf: int | None = None,
-    tokens: Decoder | None = None,
-    config: Mapping[str, Any] | None = None,
+    tree: Tree, tokens: Decoder | None = None, config: Mapping[str, Any] | None = None
 ) -> RenderableType:
-    """Returns a tree with the transcript of its best leaf, or that of `leaf` alone; without
-    `tokens` a text that the format could not read is replaced by its length. `config` are the run's
-    settings, see `entropy_changes`."""
+    """Returns a tree with the transcript of its best leaf; without `tokens` a text that the format
+    could not read is replaced by its length. `config` are the run's settings, see
+    `entropy_changes`."""
     paths = tree.trajectories()
-    chosen = leaf if leaf is not None else best_leaf(paths)
-    parts: list[RenderableType] = []
-    if leaf is None:
-        changes = entropy_changes(tree, config or {})
-        parts = [Text(_summary(tree, changes)), _drawing(tree, changes), Text("")]
-    if chosen is not None:
-        which = "" if leaf is not None else ", the best by reward"
-        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1}){which}"
-        parts += [Text(title, style="bold"), transcript(paths[chosen], tokens)]
+    best = best_leaf(paths)
+    changes = entropy_changes(tree, config or {})
+    parts: list[RenderableType] = [Text(_summary(tree, changes)), _drawing(tree, changes), Text("")]
+    if best is not None:
+        title = f"leaf {best} (0 to {len(tree.leaves) - 1}), the best by reward"
+        parts += [Text(title, style="bold"), transcript(paths[best], tokens)]
     return Group(*parts)
 
 
-def _list(run: RunReader, file: str) -> Table:
-    title = Text(plain(f"{run.name}, {file}"))
-    table = Table(
-        title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim"
-    )
-    for name in ("group", *_COLUMNS):
-        # In 80 columns the question gives way.
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    table.add_column("question", overflow="ellipsis", no_wrap=True)
-    for row in run.groups(file):
-        numbers = [_number(row[key]) for key in _COLUMNS.values()]
-        question = plain(" ".join(row["question"].split()), 200)
-        table.add_row(str(row["n"]), *numbers, Text(question))
-    return table
-
-
 def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _summary(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -168,12 +119,19 @@ def _summary(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> str:
         f"{row['num_branches']} branches, {row['num_grafts']} grafts",
         f"{row['num_tokens']} tokens",
     ]
-    if weighed := [step for step in tree.steps if step.decision is not None]:
-        opened = sum(bool(step.decision and step.decision.num_opened) for step in weighed)
-        parts.append(f"branched at {opened} of {len(weighed)} places that were weighed")
-        seen = [changes[step.id]["change"] for step in weighed if step.id in changes]
-        if seen:
-            parts.append(f"entropy {min(seen):+.3g} to {max(seen):+.3g} nats a token")
+    num_weighed = 0
+    num_opened = 0
+    seen = []
+    for step in tree.steps:
+        if step.decision is not None:
+            num_weighed += 1
+            num_opened += bool(step.decision.num_opened)
+            if step.id in changes:
+                seen.append(changes[step.id]["change"])
+    if num_weighed:
+        parts.append(f"branched at {num_opened} of {num_weighed} places that were weighed")
+    if seen:
+        parts.append(f"entropy {min(seen):+.3g} to {max(seen):+.3g} nats a token")
     return "; ".join(parts)
 
 
@@ -182,6 +140,7 @@ def _drawing(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> Drawing:
     root = Drawing(Text(plain(tree.task.question, 300), style="bold"))
     drawn = {tree.root.id: root}
     for step in tree.steps[1:]:
+        # Parents come before their children in a tree's steps.
         drawn[step.id] = drawn[str(step.parent)].add(
             _label(step, leaves.get(step.id), changes.get(step.id))
         )

@@ -11,10 +11,6 @@ from tokenizers import Tokenizer
 
 from treegraft.core.files import read_inside
 
-_UNKNOWN = "\ufffd"
-_LONGEST = 8
-"""Tokens that may make one character together."""
-
 
 class TokenTexts:
     """The texts of a run's tokens. A copied folder without checkpoints has no tokenizer, only
@@ -36,6 +32,7 @@ class TokenTexts:
                 # The library raises plain exceptions; another checkpoint may be whole.
                 with suppress(Exception):
                     found = read_inside(path, self._run_dir).decode()
+                    # From its text: by path the library would follow links out of the run.
                     self._loaded = Tokenizer.from_str(found)
                     break
         return self._loaded
@@ -47,24 +44,15 @@ class TokenTexts:
             return self._tokenizer() is not None
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """Returns one text per token, None without a tokenizer.
-
-        Where several tokens make one character, the first gets it and the others are empty.
-        """
+        """Returns one text per token, None without a tokenizer; a token that is a part of a
+        character alone has the sign for unknown ones."""
         with self._lock:
             tokenizer = self._tokenizer()
             if tokenizer is None:
                 return None
             for token in set(token_ids) - self._known.keys():
                 self._known[token] = self._alone(tokenizer, token)
-            texts = [self._known[token] for token in token_ids]
-            place = 0
-            while place < len(texts):
-                if _UNKNOWN in texts[place]:
-                    place += self._join(tokenizer, token_ids, texts, place)
-                else:
-                    place += 1
-            return texts
+            return [self._known[token] for token in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens together, special ones included; ids without a tokenizer."""
@@ -82,14 +70,3 @@ class TokenTexts:
         # A decoder of whole texts strips the space that begins a word.
         begins_word = (tokenizer.id_to_token(token) or "").startswith("\u2581")
         return f" {text}" if begins_word and not text.startswith(" ") else text
-
-    @staticmethod
-    def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
-        """Assigns a character of several tokens to the first of them; returns their number."""
-        for count in range(2, min(_LONGEST, len(texts) - place) + 1):
-            ids = list(token_ids[place : place + count])
-            joined = str(tokenizer.decode(ids, skip_special_tokens=False))
-            if _UNKNOWN not in joined:
-                texts[place : place + count] = [joined] + [""] * (count - 1)
-                return count
-        return 1
