@@ -175,7 +175,7 @@ def test_model_folders_that_cannot_be_used(
             {"tasks": {"kind": "arithmetic"}, "tools": {"use": ["python"]}},
             ('model.path is "tiny"', "no closed vocabulary", "name a real model"),
         ),
-        ({"credit": {"rule": "ranks"}}, ("credit.rule: 'ranks' is no import path",)),
+        ({"credit": {"rule": "ranks"}}, ("credit.rule: got 'ranks'", "package.module:name")),
         (
             {"engine": {"kind": "tests.cli.test_bad_input:Broken"}},
             ("raised TypeError", "test_bad_input.py, line", "mend it there"),

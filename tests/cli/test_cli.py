@@ -246,7 +246,6 @@ def test_eval_refuses_what_has_no_effect(
         (("serve", "search", "c", "tools.search.kind=web"), "got 'web', expected bm25 or dense"),
         (("serve", "search", "c", "tools.search.encoder=hashing"), "tools.search.kind is 'bm25'"),
         (("serve", "search", "c", "tools.deadline_s=3"), "takes notice of tools.search.kind"),
-        (("data", "check", "t", "learn.lr=1"), "takes notice of tasks.dataset.question_column"),
     ],
 )
 def test_commands_without_a_recipe_take_some_settings(
@@ -254,18 +253,6 @@ def test_commands_without_a_recipe_take_some_settings(
 ) -> None:
     assert treegraft(*arguments) == 2
     assert part in " ".join(capsys.readouterr().err.split())
-
-
-def test_columns_of_checked_data_are_settings(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"a": "one?", "question": "two?", "b": "1", "answer": "2"}\n')
-    columns = ("tasks.dataset.question_column=a", "tasks.dataset.reference_column=b")
-    for typed, found in (((), "question answer"), (columns, "a b")):
-        assert treegraft("data", "check", rows, *typed, "--json") == 0
-        (file,) = json.loads(capsys.readouterr().out)["files"]
-        assert f"{file['question_column']} {file['reference_column']}" == found
 
 
 def test_run_prints_each_step(

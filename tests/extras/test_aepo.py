@@ -129,7 +129,7 @@ def test_a_rule_of_the_user_may_write_factors() -> None:
     assert [abs(one) / whole for one in pack_trees([found]).advantages.tolist()] == [
         pytest.approx(one) for one in (1, 2, 1, 1, 2, 1)
     ]
-    with raises_code("advantage-not-finite", match=r"step '0.0' has credit_factors .*nan.*finite"):
+    with raises_code("advantage-not-finite", match=r"step '0.0' has .*nan.*finite"):
         found = find_credit(config, lambda given: rule(given, math.nan))
         credit_trees([tree], config, found)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.test_format_chat import KINDS, end_of, form_of, ids_of, shown
+from tests.rollout.test_format_chat import KINDS, form_of, ids_of, shown
 from tests.rollout.test_growth import grow, make
 from tests.rollout.test_loop import ANSWER, search
 from tests.support.error_codes import raises_code
@@ -266,7 +266,8 @@ def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought:
     whole = shown(kind, wrote)
     assert whole.startswith(text)
     assert text.endswith('{"name": "' if kind == "llama31" else "<tool_call>\n")
-    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end_of(kind)) + end_of(kind))
+    end = "<|eot_id|>" if kind == "llama31" else "<|im_end|>"
+    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end) + end)
     assert form.parse_step((*opening, *rest)) == form.parse_step(wrote)
     # In place of an answer: a thought in tags is kept, plain text is not.
     (answered, _), *_ = form.render_step(StepContent(thought=thought, answer="3"))

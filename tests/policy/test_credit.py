@@ -133,7 +133,7 @@ def test_a_rule_that_is_not_there_is_refused() -> None:
     for name, code in [
         ("rank", "unknown-name"),
         ("math:ranks", "import-name-missing"),
-        ("math:pi", "credit-rule-invalid"),
+        ("math:pi", "credit-name-invalid"),
     ]:
         with raises_code(code):
             find_credit(load_config({"credit": {"rule": name}}))
@@ -143,7 +143,7 @@ def test_a_rule_that_is_not_there_is_refused() -> None:
 def test_what_credit_names_is_missed_before_the_work(setting: str) -> None:
     for name, code in [
         ("no_such_module:f", "import-module-missing"),
-        ("math:pi", f"credit-{setting}-invalid"),
+        ("math:pi", "credit-name-invalid"),
     ]:
         with raises_code(code, f"credit.{setting}"):
             find_credit(load_config({"credit": {setting: name}}))

@@ -47,7 +47,6 @@ ELSEWHERE = {
     r"python -m benchmarks\.trl": "minutes; tests/extras/test_trl.py trains",
     r"treegraft cluster": "several processes of Ray; tests/cluster runs it",
     r"treegraft eval suite \S+ (arpo|web|rapo)": "a hub's sets; tests/extras/test_eval_suites.py",
-    r"hf upload": "needs a hub",
     r".*engine\.kind=vllm$": "needs a vLLM server; tests/serving trains with one",
     r"treegraft study studies/(?!.*--(table|lines|check))": (
         "hours; tests/extras/test_study.py runs the smoke test of each study"

@@ -26,9 +26,10 @@ def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
     module, _, attribute = name.partition(":")
     if name in known or (module and attribute):
         return ""
+    choice = f"one of {', '.join(known)}, or " if known else ""
     return (
-        f"{setting}: got '{name:.99}', expected one of {', '.join(known)}, or an import path"
-        f" 'package.module:name'.{instead(name) or nearest(name, known)}"
+        f"{setting}: got '{name:.99}', expected {choice}an import path 'package.module:name'."
+        f"{instead(name) or nearest(name, known)}"
     )
 
 

@@ -60,7 +60,7 @@ def _named(name: str, seam: str, expected: str) -> Any:
         raise SettingError(
             f"{setting}: '{name}' is a {type(found).__name__}; expected {expected}.",
             settings=[setting],
-            code=f"credit-{seam}-invalid",
+            code="credit-name-invalid",
         )
     return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -118,16 +118,24 @@ class TagsFormat(MarkedFormat):
         """
         ids, has_ended = self._before_end(token_ids)
         text = self._decode(ids)
+
+        def ends_at(end: int) -> bool:
+            # What follows the tag inside the token that closes it does not matter.
+            return shortest_prefix(self._decode, ids, text[:end]) == len(ids)
+
+        has_special = self._specials.count(ids) > 0
+        return self._parsed(text, ends_at, has_special=has_special, has_ended=has_ended)
+
+    def _parsed(
+        self, text: str, ends_at: Callable[[int], bool], *, has_special: bool, has_ended: bool
+    ) -> ParsedStep:
         reading = _Reading()
         try:
             self._read(text, reading)
-            # What follows the tag inside the token that closes it does not matter.
-            if reading.name is not None and len(ids) > shortest_prefix(
-                self._decode, ids, text[: reading.end]
-            ):
+            if reading.name is not None and not ends_at(reading.end):
                 action = "answer" if reading.name == ANSWER else "tool call"
                 raise Violation(f"text after the {action}")
-            if self._specials.count(ids):
+            if has_special:
                 raise Violation("a special token inside the step")
             if reading.name is None and has_ended:
                 raise Violation("ended without a tool call or an answer")
@@ -148,7 +156,13 @@ class TagsFormat(MarkedFormat):
         `parse_step`."""
         for token in self._end_ids:
             text = text.rstrip().removesuffix(self._decode([token]))
-        return self.parse_step(self._encode(text.rstrip()))
+        # Not by tokens: those of this policy may lack words of another agent's.
+        return self._parsed(
+            text,
+            lambda end: not text[end:].strip(),
+            has_special=self._specials.broken(text) != text,
+            has_ended=False,
+        )
 
     def _read(self, text: str, reading: _Reading) -> None:
         """Fills in `reading` up to the end of the step's action; leaves its name None where the
