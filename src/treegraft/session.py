@@ -961,7 +961,7 @@ class Session:
             found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:
             file = self.buffer.file
-            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces, vectors or evictions)"
+            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces or vectors)"
         return found
 
     def replayed(self) -> Sequence[str]:

@@ -17,10 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
+from studies.pruning import judging
 from studies.pruning.notes import read_notes
 from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
 from treegraft import DataError, SettingError, Trace, TraceBuffer, TreegraftError, load_config
-from treegraft.parts import commands, judging, plain
+from treegraft.parts import commands, plain
 
 app = typer.Typer(
     add_completion=False,

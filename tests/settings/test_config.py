@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.trees import Part, build_tree
 
-from treegraft.algo.advantages import assign_credit
 from treegraft.core import removed
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
@@ -654,31 +652,6 @@ def test_a_papers_method_is_an_alias_of_its_explorer(method: str, name: str) -> 
 def test_a_method_beside_its_explorer_is_named_twice() -> None:
     both = {"explore": {"explorers": ["entropy", "arpo"]}}
     assert "expected each name once" in refused(both)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"])
-def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> None:
-    one = {"explore": {"num_leaves": 1}}
-    said = refused(one, f"credit.advantage={advantage}")
-    assert "explore.num_leaves: got 1" in said
-    assert "expected at least 2" in said
-    # What it would have learned from: one reward less its own mean.
-    lone = build_tree(Part.of("p", Part("s", reward=1.0)))
-    if advantage in ("grpo", "dr_grpo", "rloo"):
-        assert assign_credit(lone, advantage=advantage).leaves[0].advantage == 0
-
-
-@pytest.mark.parametrize(
-    "teaching",
-    [
-        {"credit": {"advantage": "reinforce++"}},
-        {"credit": {"rule": "mine:rule"}},
-        {"loss": {"lesson_coef": 0.1}, "buffer": {"path": "expert"}},
-        {"explore": {"num_leaves": 1, "explorers": ["mine:Explorer"]}},
-    ],
-)
-def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
-    assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1
 
 
 def test_what_is_gone_since_an_earlier_version_says_what_to_use(

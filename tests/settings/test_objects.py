@@ -709,34 +709,6 @@ def test_a_shipped_recipe_with_a_reward_of_its_own(tmp_path: Path) -> None:
     assert config["reward"]["funcs"] == ["given:inner"]
 
 
-def test_a_notebook_shows_the_cell_s_line_and_the_sentence() -> None:
-    """Without the frames of libraries; of what it was caused by, too."""
-    reason = "IPython is not installed: pip install 'treegraft[dev]'"
-    formatted = pytest.importorskip("IPython.core.ultratb", reason=reason)
-
-    def failing(tree: Tree) -> Tree:
-        return {}["advantage"]
-
-    with pytest.raises(TreegraftError) as caught:
-        raise_from(failing)
-    lines = caught.value._render_traceback_()
-    assert lines[-1] == "SettingError: credit: it failed with 'advantage'"
-    places = [line.partition(": ")[2] for line in lines[:-1]]
-    assert 'return {}["advantage"]' in places and "raise_from(failing)" in places
-    # IPython asks an error for this method, by this name.
-    assert (
-        "_render_traceback_"
-        in Path(formatted.__file__).with_name("interactiveshell.py").read_text()
-    )
-
-
-def raise_from(function: Callable[..., Any]) -> None:
-    try:
-        function(None)
-    except KeyError as error:
-        raise SettingError(f"credit: it failed with {error}") from error
-
-
 def test_objects_that_cannot_travel_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError) as caught:
         run(tmp_path, QUICK, rewards=scaled(1.0), placement="ray")

@@ -125,7 +125,6 @@ def test_a_state_stays_what_it_was(tmp_path: Path) -> None:
         before = Path(first).read_bytes()
         assert states.take(buffer) == first
         buffer.add(traces(1, "self", 0.5), update=1)
-        buffer.evict(4, source="expert", update=1)
         second = states.take(buffer)
         assert second != first and Path(first).read_bytes() == before
         buffer.add(traces(2, "self"), update=2)

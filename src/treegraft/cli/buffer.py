@@ -53,18 +53,13 @@ BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a St
 
 def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     """Returns the rows on what became of trajectories and traces."""
-    rows = {
+    return {
         "trajectories": (
             f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
             " among the best"
         ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
     }
-    if report.num_keys_cut:
-        rows["keys cut"] = (
-            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
-        )
-    return rows
 
 
 @buffer_app.command("import")
@@ -152,15 +147,11 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         return
     rows = {
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
-        "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
+        "trajectories": f"{found.num_trajectories}",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
         "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
     }
-    if found.policy_versions is not None:
-        rows["policy versions"] = "{} to {}".format(*found.policy_versions)
-    if found.num_evicted:
-        rows["evicted"] = f"{found.num_evicted}"
     print_rows(str(buffer), rows)
     agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():

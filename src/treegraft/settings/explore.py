@@ -226,10 +226,6 @@ class GrowSettings(Settings):
     buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
-    # A size that is searched exactly in a few milliseconds.
-    capacity: int = setting(20_000, ge=1)
-    """Most traces of the agent's own; past it the oldest policy's go first, of these the
-    least rewarded."""
 
 
 _asks_a_model = Condition(

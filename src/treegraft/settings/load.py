@@ -332,13 +332,6 @@ class Default:
     value: Any
 
 
-def _replacing(recipe: str, name: str) -> str:
-    inner = "..."
-    for part in reversed(name.split(".")):
-        inner = f"{{'{part}': {inner}}}"
-    return f": {{'{BASE}': '{recipe}', {inner[1:]} replaces the recipe's"
-
-
 def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replaces: bool) -> None:
     """Puts the settings of given objects into `data`."""
     for name, value in given.items():
@@ -350,8 +343,7 @@ def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replac
         if there is not _ABSENT and there != value and not replaces:
             raise SettingError(
                 f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
-                f" {shown(value)} for it; expected one of the two. Leave the other out"
-                f"{'' if origin == 'settings' else _replacing(origin, name)}.",
+                f" {shown(value)} for it; expected one of the two. Leave the other out.",
                 settings=[name],
                 code="argument-and-setting",
             )

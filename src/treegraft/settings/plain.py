@@ -12,8 +12,6 @@ from typing import Any
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.shipped import FOLDERS, Kind, by_name
 
-MAX_BYTES = 1_000_000
-"""Largest recipe; ours have some thousand."""
 MAX_SHOWN = 200
 """Characters of a value that a message repeats."""
 
@@ -98,12 +96,6 @@ def _read(path: Path, kind: Kind) -> str:
             if str(path) not in by_name(kind):
                 raise SettingError(f"{kind} '{path}' {_absence(path, kind)}", code="file-missing")
             path = by_name(kind)[str(path)]
-        if path.stat().st_size > MAX_BYTES:
-            raise SettingError(
-                f"{kind} '{path}' has {path.stat().st_size:,} bytes, expected at most"
-                f" {MAX_BYTES:,}; data belong into files that it names.",
-                code="file-too-large",
-            )
         # Windows' editors put a byte order mark first.
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
@@ -27,6 +28,7 @@ __all__ = [
     "Attempt",
     "ChatFormat",
     "CheckpointAgent",
+    "Parts",
     "ScriptedAgent",
     "Session",
     "SessionOpener",

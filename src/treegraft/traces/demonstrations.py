@@ -172,8 +172,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
     of these the one with the fewest steps, of these the first.
 
     The agent's own traces are left out, since they change as it learns, unless the buffer holds
-    nothing else: then they are the lessons, and `add_lessons` adds those of each update. What the
-    buffer has evicted stays a lesson.
+    nothing else: then they are the lessons, and `add_lessons` adds those of each update.
 
     Raises:
         DataError: there is none.
@@ -181,7 +180,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
     book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
     if origin == "self":
         # As they came, so that of equals a resumed run keeps the same one.
-        wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
+        wanted = sorted(buffer.trajectories(), key=place_of_own)
     else:
         wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)

@@ -60,8 +60,8 @@ def may_retrieve(config: Config) -> bool:
 
 def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
     """Returns where a run's buffer comes from, and what reads it."""
-    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
     by_suffix: BufferOrigin = "import" if named_file(config).suffix == ".jsonl" else "file"
+    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
     reads: dict[BufferReader, bool] = {
         "explorer": may_retrieve(config),
         "lessons": config.loss.lesson_coef > 0,
@@ -314,7 +314,7 @@ class RolloutBuffer:
             await self._make(update, parts)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
-            # Later updates are run again, and add and evict the same traces again. A new copy may
+            # Later updates are run again, and add the same traces again. A new copy may
             # hold the marks of another run's updates, which must stay.
             buffer.roll_back(update)
         return buffer
@@ -336,13 +336,12 @@ class RolloutBuffer:
     async def _fill(self, buffer: TraceBuffer, parts: Parts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
-        seed = self._config.run.seed
-        of = self._config.buffer.build
         if self.origin == "import":
-            place = named_file(self._config)
-            best = of.num_best
-            import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
+            of = self._config.buffer.build
+            file = named_file(self._config)
+            import_files([file], buffer, num_best=of.num_best, min_reward=of.min_reward)
         elif self.origin == "expert":
+            seed = self._config.run.seed
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
             asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
             # Its expert has no chance in it, so one attempt is all there is.
@@ -374,8 +373,8 @@ class RolloutBuffer:
     # ------------------------------------------------------------------ while trees grow
 
     def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:
-        """Adds the update's best trajectories where the recipe says so, evicts what exceeds the
-        capacity, and returns the traces of each."""
+        """Adds the update's best trajectories where the recipe says so, and returns the traces of
+        each."""
         settings = self._config.buffer.grow
         if self.buffer is None or not settings.num_best:
             return []
@@ -383,7 +382,6 @@ class RolloutBuffer:
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
         self.buffer.add(chain.from_iterable(found), update=update)
-        self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:

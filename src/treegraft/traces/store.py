@@ -1,8 +1,8 @@
 """The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment
 loses at most the chunk in flight.
 
-meta      format, encoder, dimensions, and one vector that recognises another model of that name
-traces    one row per content; evicted ones stay, marked, so that a resumed run can undo it
+meta      format, encoder and dimensions
+traces    one row per content (evicted_at is of versions before 0.8, and of no use)
 members   the trajectories that a trace is a step of: equal steps of several trajectories are one
           trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
@@ -224,15 +224,10 @@ class TraceFile:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
-    def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
-        """Returns the ids of the content hashes that are in the file and not evicted."""
+    def ids_of(self, hashes: Sequence[str]) -> dict[str, int]:
+        """Returns the ids of the content hashes that are in the file."""
         marks = ",".join("?" * len(hashes))
-        return dict(
-            self.query(
-                f"SELECT hash, id FROM traces WHERE evicted_at IS NULL AND hash IN ({marks})",
-                hashes,
-            )
-        )
+        return dict(self.query(f"SELECT hash, id FROM traces WHERE hash IN ({marks})", hashes))
 
     def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
         """Returns the traces of these rows."""
@@ -289,7 +284,6 @@ class TraceFile:
             with copy:
                 if update is not None:
                     undo(copy, update)
-                copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
                 # Another run counts its updates from 1 again.
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
@@ -297,7 +291,7 @@ class TraceFile:
 
     def checksum(self, head: str, update: int) -> str:
         """Returns a checksum of `head` and of all that there was after an update: traces in their
-        order, vectors, trajectories, evictions."""
+        order, vectors, trajectories."""
         traces = hashlib.blake2b(digest_size=16)
         whole = hashlib.blake2b(digest_size=16)
         with self._lock, self._translated_errors():
@@ -310,13 +304,12 @@ class TraceFile:
                 traces.update(repr(tuple(row)).encode("utf-8", "surrogatepass"))
                 traces.update(vector or b"")
             whole.update(traces.digest() + head.encode())
-            for sql in (
-                "SELECT id, evicted_at FROM traces WHERE evicted_at <= ? ORDER BY id",
+            for row in self._connection.execute(
                 "SELECT * FROM members WHERE added_at IS NULL OR added_at <= ? ORDER BY source,"
                 " task_id, trajectory, position, trace",
+                (update,),
             ):
-                for row in self._connection.execute(sql, (update,)):
-                    whole.update(repr(row).encode("utf-8", "surrogatepass"))
+                whole.update(repr(row).encode("utf-8", "surrogatepass"))
         return whole.hexdigest()
 
     def fold(self) -> None:
@@ -351,13 +344,12 @@ def _fold(connection: sqlite3.Connection) -> None:
 
 
 def undo(connection: sqlite3.Connection, update: int) -> None:
-    """Undoes the additions and evictions of updates after this one."""
+    """Undoes the additions of updates after this one."""
     later = "(SELECT id FROM traces WHERE added_at > ?)"
     for statement in (
         f"DELETE FROM vectors WHERE id IN {later}",
         "DELETE FROM members WHERE added_at > ?",
         "DELETE FROM traces WHERE added_at > ?",
-        "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
     ):
         connection.execute(statement, (update,))
 

@@ -42,7 +42,8 @@ __all__ = [
 def scores_of(model: Any, config: Config) -> tuple[Any, int | None]:
     """Returns the `Likelihood` of trees under a model, and the longest path that the model reads;
     None for any."""
-    from treegraft.policy.learn.likelihood import Likelihood
+    # torch is loaded here: `--help` does not wait for it.
+    from studies.pruning.likelihood import Likelihood
     from treegraft.policy.output_head import max_context
 
     return Likelihood(model, config.learn), max_context(model)
