@@ -15,7 +15,6 @@ from treegraft.settings.config import Config
 from treegraft.tools.environments.rehearsal import rehearse_all
 from treegraft.traces.collect import attempts_tree
 from treegraft.traces.keys import read_trajectory, split_steps, value_text
-from treegraft.traces.rollout_buffer import buffer_file
 from treegraft.traces.store import Place, TraceFile, content_from_json
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "TraceFile",
     "Written",
     "attempts_tree",
-    "buffer_file",
     "content_from_json",
     "display_on",
     "open_checkpoint",

@@ -191,15 +191,6 @@ def answered(tree: Tree, answer: str) -> Tree:
 
 
 def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
-    for tables, about in (
-        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "buffer.grow.num_best"),
-        (
-            {"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}},
-            "warmup.traces",
-        ),
-    ):
-        with raises_code("settings-contradict", about):
-            load_config(settings(tmp_path, "r", **tables))
     own = load_config(settings(tmp_path, "r", buffer={"path": "self"}))
     assert own.buffer.grow.num_best == 1
     # No file is sought under the name "self".

@@ -9,7 +9,7 @@ from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
-from treegraft.core.registry import extensions, registered
+from treegraft.core.registry import extensions
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
@@ -75,19 +75,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
-    entry = registered("tasks").get(config.tasks.kind)
-    facts = {} if entry is None else entry.facts
-    # Only for kinds that are known to bring no tools; another source may.
-    brings_none = config.tasks.kind == "dataset" or facts.get("toolless")
-    has_set = any(getattr(config.tools, one) for one in registered("toolset"))
-    has_any = config.tools.use or has_set or config.environment.kind
-    if brings_none and not has_any and config.rollout.max_tool_calls > 0:
-        yield Contradiction(
-            ("tools.use", "tasks.kind", "rollout.max_tool_calls"),
-            f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
-            ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
-            " has none: rollout.max_tool_calls = 0.",
-        )
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):

@@ -119,18 +119,6 @@ def reads_buffer(config: Settings) -> str:
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
 
-def _size_of_rise_counts(config: Settings) -> str:
-    own: EntropySettings = value_of(config, "explore.entropy")
-    # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
-    if own.rule != "threshold" or own.base_prob != own.threshold or own.entropy_weight <= 0:
-        return ""
-    return (
-        "with explore.entropy.rule = 'threshold' and base_prob = threshold ="
-        f" {own.threshold} a branch opens wherever entropy rose, by however little; change"
-        " base_prob or threshold, or take rule = 'bernoulli'"
-    )
-
-
 def half_the_leaves(config: Settings) -> int:
     """Returns half of explore.num_leaves, at least 1."""
     # A tree of one leaf still has a start.
@@ -154,16 +142,14 @@ class EntropySettings(Settings):
     tosses a coin with that probability (the released code)."""
     base_prob: float = setting(0.5, ge=0, le=1)
     """Probability of branching where entropy did not change (ARPO's alpha)."""
-    entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
+    entropy_weight: float = setting(0.2, ge=0)
     """Rise of the probability per unit of entropy change (ARPO's beta)."""
     threshold: float = setting(0.5, ge=0, le=1, idle_unless=_by_threshold)
     """Probability above which the threshold rule branches (ARPO's tau)."""
     statistic: Literal["probe", "lagging"] = "probe"
     """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the
     step that made the call, one result late (the released code)."""
-    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = setting(
-        "vocabulary", idle_unless=(_size_of_rise_counts,)
-    )
+    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = "vocabulary"
     """Divisor of the summed change in nats: the vocabulary's size V (ARPO's paper), ln V (the
     released codes; the default with "balanced"), or 1."""
 

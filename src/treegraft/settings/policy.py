@@ -63,12 +63,6 @@ def _together(config: Settings) -> str:
     return "together" if any(kind.compares_together for kind in kinds) else "apart"
 
 
-def _shares_steps(config: Settings) -> str:
-    # Others may compare steps of independent rollouts too.
-    is_core = value_of(config, "credit.attribution") in ("soft", "hard")
-    return _branches(config) if is_core else ""
-
-
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
 _rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
@@ -223,7 +217,7 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: str = setting("soft", seam="attribution", idle_unless=(_shares_steps,))
+    attribution: str = setting("soft", seam="attribution")
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
     their mean; a name that an extension brings, or an import path."""
     retrieval_reward: RetrievalVariant = setting(

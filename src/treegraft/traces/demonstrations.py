@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import Demonstration
-from treegraft.core.errors import DataError, nearest_file
+from treegraft.core.errors import DataError, about
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.policy.learn.lessons import Lesson, LessonBook
 from treegraft.policy.learn.sft import demonstration_tree, few_unfit
@@ -124,15 +124,9 @@ def _best(
 
 
 def _is_buffer(path: Path) -> bool:
-    if not path.exists():
-        raise DataError(
-            f"warmup.traces: there is no file '{path}'; expected JSONL of trajectories, a run"
-            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert".'
-            f"{nearest_file(path)}",
-            code="demonstrations-missing",
-        )
-    if path.is_dir():
+    with about("warmup.traces"):
         check_paths([path])
+    if path.is_dir():
         return False
     with path.open("rb") as file:
         return file.read(len(SQLITE)) == SQLITE

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Unpack
 
 from treegraft.assemble import Needs, Parts, training_limits
-from treegraft.core.addresses import redacted
-from treegraft.core.errors import SettingError
 from treegraft.core.given import giving
 from treegraft.core.interfaces import Display, TaskSource
 from treegraft.core.interrupt import Ended, run_to_end
@@ -141,7 +139,9 @@ class BufferBuild:
                 environments=parts.environments,
             )
         if own.agent_kind == "server":
-            return _asking_a_server(parts)
+            # The client of servers is an extension.
+            agent: Agent = registered("agent")["server"].load()(parts)
+            return agent
 
         async def unscored(tree: Tree) -> Tree:
             # The build scores all attempts at a task together, whoever made them.
@@ -157,17 +157,3 @@ class BufferBuild:
             seed=config.run.seed,
             source=own.source or own.agent,
         )
-
-
-def _asking_a_server(parts: Parts) -> Agent:
-    entry = registered("agent").get("server")
-    # The client of servers is an extension, which a core alone lacks.
-    if entry is None:
-        raise SettingError(
-            f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"
-            " server, which an extension of Treegraft calls; expected 'expert' or a model, since"
-            " this installation has no extensions.",
-            code="agent-without-extension",
-        )
-    agent: Agent = entry.load()(parts)
-    return agent

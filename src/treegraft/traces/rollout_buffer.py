@@ -3,7 +3,6 @@ that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import weakref
@@ -18,7 +17,6 @@ from typing import Literal
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about, nearest_file
-from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
@@ -74,40 +72,6 @@ def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
 def named_file(config: Config) -> Path:
     """Returns what buffer.path names."""
     return Path(os.path.expandvars(config.buffer.path)).expanduser()
-
-
-def buffer_file(path: Path) -> Path:
-    """Returns the file of a Step-Trace Buffer, given itself, its folder or the folder of a run that
-    uses it.
-
-    Raises:
-        DataError: a folder in which there is none.
-    """
-    if not path.is_dir():
-        return path
-    used = _noted(path / "buffer.json")
-    places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise DataError(
-            f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
-            f" folder of a run that retrieves, such as one with {OWN_FILE}",
-            code="folder-without-buffer",
-        )
-    return found
-
-
-def _noted(record: Path) -> str:
-    """The path in a run's note about its buffer; empty without a note."""
-    if not record.is_file():
-        return ""
-    try:
-        return str(dict(parse_json(record.read_bytes()))["path"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
-            code="buffer-note-damaged",
-        ) from error
 
 
 class RolloutBuffer:
@@ -291,7 +255,6 @@ class RolloutBuffer:
             return
         with await self._taken(update, parts) as buffer:
             self._refuse_empty(buffer)
-            self._note(buffer)
             has_world = bool(self._config.environment.kind)
             self.buffer = buffer
             self.retriever = BufferRetriever(buffer, self._config.buffer, is_tried=has_world)
@@ -355,13 +318,6 @@ class RolloutBuffer:
                 " it with `treegraft buffer build` or `treegraft buffer import`.",
                 code="buffer-empty",
             )
-
-    def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json, the buffer's place, into the run's folder when the run begins."""
-        if self.folder is None or (place := self.folder / "buffer.json").exists():
-            return
-        note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
-        write_atomically(place, json.dumps(note, indent=2) + "\n")
 
     def checksums(self) -> dict[str, str]:
         """Returns the buffer's checksum for a checkpoint; empty if none is used."""

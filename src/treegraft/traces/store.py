@@ -176,14 +176,12 @@ class TraceFile:
             text = f"buffer '{self.path}': {error}; {doubt}"
             raise DataError(text, code="buffer-busy") from error
         except sqlite3.DatabaseError as error:
-            with suppress(OSError), self.path.open("rb") as file:
-                # An empty file is a database to SQLite, so a short beginning counts as one.
-                if not b"SQLite format 3\0".startswith(file.read(16)):
-                    raise DataError(
-                        f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
-                        " another path",
-                        code="buffer-foreign",
-                    ) from error
+            if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+                raise DataError(
+                    f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
+                    " another path",
+                    code="buffer-foreign",
+                ) from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
                 " copy, or build it again",
