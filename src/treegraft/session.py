@@ -317,8 +317,6 @@ class Session:
         if not within.warms_up_only:
             # Before the warm-up: a buffer without successes is bad input.
             self._book = lesson_book(config, buffer, parts)
-        if self._needs_buffer:
-            await buffer.check_expert(parts.environments)
 
     def _made_buffer(self, parts: Parts) -> RolloutBuffer:
         saved = None

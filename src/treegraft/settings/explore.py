@@ -214,9 +214,7 @@ class GrowSettings(Settings):
     """Reward from which a trajectory is worth keeping."""
 
 
-_asks_a_model = Condition(
-    "buffer.build.agent", lambda agent: agent != "expert", ", neither a server nor a model"
-)
+_asks_a_server = Condition("buffer.build.agent", lambda agent: agent != "expert")
 
 
 def _building(default: Any, **facts: Any) -> Any:
@@ -229,11 +227,10 @@ class BuildSettings(Settings):
     `min_reward` count."""
 
     agent: str = _building("expert", acts="sends")
-    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
-    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), or the URL
+    of an OpenAI-compatible server."""
     source: str | None = _building(None, acts="nothing")
-    """Name of the agent in the buffer; None for "expert", the server's model or the model's
-    place."""
+    """Name of the agent in the buffer; None for "expert" or the server's model."""
     # RAPO, app. C.3.
     num_samples: int = _building(16, ge=1)
     """Attempts per task (RAPO's N)."""
@@ -244,17 +241,10 @@ class BuildSettings(Settings):
     """Only trajectories with a reward above this are stored."""
     num_tasks: int | None = _building(None, ge=1)
     """Training tasks that are answered, the first ones; None for all."""
-    temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_model)
-    """Temperature of a server or model."""
-    max_concurrent: int | None = _building(None, ge=1)
-    """Attempts at the same time; None for 16, and for engine.max_rows with a model."""
-
-    @property
-    def agent_kind(self) -> Literal["expert", "server", "checkpoint"]:
-        """What `agent` names: the tasks' expert, a server or a model."""
-        if self.agent == "expert":
-            return "expert"
-        return "server" if "://" in self.agent else "checkpoint"
+    temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_server)
+    """Temperature of a server."""
+    max_concurrent: int = _building(16, ge=1)
+    """Attempts at the same time."""
 
 
 _is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")

@@ -114,11 +114,7 @@ def _absence(path: Path, kind: Kind) -> str:
     others = [one for one in folder.glob("*.toml") if one.name != "pyproject.toml"]
     names = by_name(kind)
     hint = nearest(str(path), map(str, others)) or nearest(str(path.with_suffix("")), names)
-    if path.stem in names:
-        hint = (
-            f" Treegraft ships a {kind} of this name; write '{path.stem}' without path and suffix."
-        )
-    elif not hint and names:
+    if not hint and names:
         hint = f" {FOLDERS[kind].capitalize()} that Treegraft ships: {', '.join(names)}."
     return f"{fault}; expected a .toml or .json file.{hint}"
 

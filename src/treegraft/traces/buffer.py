@@ -31,6 +31,7 @@ from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
+_ALL = f"SELECT {COLUMNS} FROM traces ORDER BY id"
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
 
 
@@ -406,17 +407,8 @@ class TraceBuffer:
 
     def __iter__(self) -> Iterator[Trace]:
         """Gives all traces in the order they were added."""
-        last = -1
-        # In pages, not with an open cursor: the buffer may be written to between two of them.
-        while True:
-            rows = self._file.query(
-                f"SELECT id, {COLUMNS} FROM traces WHERE id > ? ORDER BY id LIMIT 1000",
-                (last,),
-            )
-            yield from (self._file.to_trace(row[1:]) for row in rows)
-            if not rows:
-                return
-            last = rows[-1][0]
+        # At once, not with an open cursor: the buffer may be written to between two traces.
+        yield from map(self._file.to_trace, self._file.query(_ALL))
 
     def stats(self) -> BufferStats:
         """Returns the counts of the buffer."""

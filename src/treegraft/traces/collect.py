@@ -93,8 +93,6 @@ class ScoredAgent:
     format: Format
     scorer: TreeScorer
     """Gives the rewards, as in training; each attempt is a path of one tree."""
-    max_concurrent: int = 16
-    """Attempts at the same time, unless the settings say otherwise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -237,8 +235,7 @@ async def build_traces(
         EngineError: OUTAGES attempts in a row were in vain. Earlier traces are in the buffer.
     """
     report = BuildReport() if report is None else report
-    max_concurrent = settings.max_concurrent or agent.max_concurrent
-    gate = asyncio.Semaphore(max_concurrent)
+    gate = asyncio.Semaphore(settings.max_concurrent)
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
     began = time.process_time()
     # Before the done ones are left out, so that a second build adds none.
@@ -247,7 +244,7 @@ async def build_traces(
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
     # No more than keep the agent busy: what is under way is lost when the build is stopped.
-    at_once = 1 + max_concurrent // settings.num_samples
+    at_once = 1 + settings.max_concurrent // settings.num_samples
     if on_progress is not None:
         on_progress(0, len(todo), report)
     for first in range(0, len(todo), at_once):

@@ -18,11 +18,9 @@ from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about, nearest_file
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
-from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
@@ -43,8 +41,6 @@ BUFFER = "buffer"
 """Its name among the inputs of a resume, wherever it is."""
 OWN = "self"
 """Source of the agent's own traces."""
-NUM_CHECKED = 8
-"""Tasks whose expert is tried in their environments before the run."""
 
 
 def may_retrieve(config: Config) -> bool:
@@ -215,21 +211,6 @@ class RolloutBuffer:
             return {}
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
             return {BUFFER: buffer.checksum(update if self.is_own else None)}
-
-    async def check_expert(self, environments: SessionOpener | None) -> None:
-        """Makes the expert's calls at the first tasks in their environments, where the buffer will
-        be built of them.
-
-        Raises:
-            DataError: results that differ, by task and call.
-        """
-        # Before the warm-up, which may take hours.
-        if environments is None or self.origin != "expert" or not self._is_to_make:
-            return
-        agent = ScriptedAgent(self._source, seed=self._config.run.seed)
-        tasks = self._source.train_tasks()[:NUM_CHECKED]
-        solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
-        await show(environments, solved)
 
     # ------------------------------------------------------------------ making and opening
 

@@ -229,14 +229,10 @@ class TraceFile:
 
     def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
         """Returns the traces of these rows."""
-        found: dict[int, Trace] = {}
-        # SQLite limits the marks of a statement: 999 in builds that are still about.
-        for first in range(0, len(ids), 500):
-            some = list(ids[first : first + 500])
-            marks = ",".join("?" * len(some))
-            for row in self.query(f"SELECT id, {COLUMNS} FROM traces WHERE id IN ({marks})", some):
-                found[row[0]] = self.to_trace(row[1:])
-        return found
+        # Few of them: SQLite limits the marks of a statement to 32,766.
+        marks = ",".join("?" * len(ids))
+        rows = self.query(f"SELECT id, {COLUMNS} FROM traces WHERE id IN ({marks})", ids)
+        return {row[0]: self.to_trace(row[1:]) for row in rows}
 
     def to_trace(self, row: Sequence[Any]) -> Trace:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
