@@ -86,7 +86,7 @@ def read_demonstrations(
             advice += ", or take the tasks and the run.seed that it was built with"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
-            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
+            f"warmup.traces '{path}': {counted if num_found else 'it is empty.'}",
             code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
@@ -236,6 +236,4 @@ def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
     if problems := [f"line {one.line}: {one.reason}" for one in report.problems]:
         num_rows = len(found) + reasons.total() + len(problems)
         reasons[few_unfit(path, problems, num_rows, "cannot be read")] += len(problems)
-    if not found and not reasons:
-        raise DataError(f"warmup.traces '{path}': the file has no rows", code="no-rows-in-file")
     return found
