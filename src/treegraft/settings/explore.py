@@ -247,9 +247,6 @@ class BuildSettings(Settings):
     """Attempts at the same time."""
 
 
-_is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")
-
-
 class BufferSettings(Settings):
     path: str = setting("", acts="reads", retrieval_source=True)
     """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
@@ -272,7 +269,7 @@ class BufferSettings(Settings):
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved; where a trace has no task id, its question
     tells."""
-    min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=(with_graft, _is_sought))
+    min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=with_graft)
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""

@@ -184,6 +184,13 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     name, *inner = map(str, found["loc"])
     while inner and tables_and_settings()[name].table is not None:
         name = f"{name}.{inner.pop(0)}"
+    # Past a setting: places in a list, keys of free tables, and members of a union, which say
+    # nothing.
+    if get_origin(tables_and_settings()[name].field.annotation) not in (list, tuple, dict):
+        inner = []
+    items = ""
+    for part in inner:
+        items += f"[{part}]" if part.isdigit() else f".{part}"
     expected = re.sub("^(Input should be|Value error,|List should have) ", "", found["msg"])
     for theirs, ours in (
         ("Field required", "one more entry"),
@@ -193,7 +200,7 @@ def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
     ):
         expected = expected.replace(theirs, ours)
     fault = (
-        f"{where(name)}: setting '{name}': got {shown(got)}, expected"
+        f"{where(name)}: setting '{name}{items}': got {shown(got)}, expected"
         f" {expected[0].lower() + expected[1:]}."
     )
     # Only words have other names elsewhere; a number is just out of range.

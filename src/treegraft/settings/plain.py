@@ -4,6 +4,7 @@ limits that every setting shares."""
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,18 @@ def _checked(value: Any, left: int = MAX_DEPTH) -> Any:
     return value
 
 
+_BARE = re.compile(r"(?<![\w.])\.(?=\d+$)")
+"""The point of a number without a digit before it, which TOML does not allow."""
+
+
 def parse_value(text: str) -> Any:
-    """Returns the value of a TOML literal, else the text itself.
+    """Returns the value of a TOML literal or of a number such as .5, else the text itself.
 
     Raises:
         SettingError: numbers too long or lists too deep to be read.
     """
     try:
-        parsed = _checked(tomllib.loads(f"value = {text.strip()}"))
+        parsed = _checked(tomllib.loads(f"value = {_BARE.sub('0.', text.strip())}"))
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError) as error:

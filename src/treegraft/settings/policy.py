@@ -64,7 +64,6 @@ def _together(config: Settings) -> str:
 
 
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
-_rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
@@ -226,7 +225,7 @@ class CreditSettings(Settings):
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
     # RAPO's value, in paper and code.
-    retrieval_weight: float = setting(0.2, ge=0, idle_unless=(with_graft, _rewards_grafts))
+    retrieval_weight: float = setting(0.2, ge=0, idle_unless=with_graft)
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     restarts: Literal["apart", "together"] = setting(
         "apart", default_of=_together, idle_unless=(_restarts,)

@@ -66,11 +66,9 @@ class BufferBuild:
             failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
             details = [f"{report.num_new} traces", failed]
             if report.num_read:
-                # A projection: servers may cost money.
-                share = total / max(1, done)
-                read = report.num_read * share
-                written = report.num_written * share
-                details.append(f"in all {read:,.0f} tokens read and {written:,.0f} written")
+                # Servers may cost money.
+                tokens = f"{report.num_read:,} tokens read and {report.num_written:,} written"
+                details.append(tokens)
             display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
