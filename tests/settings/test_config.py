@@ -396,7 +396,6 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "explore.entropy.rule is 'bernoulli'; add explore.entropy.rule=threshold" in refused(
         branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
     )
-    assert "however little" in refused(branch, "normaliser=log_vocabulary")
 
 
 def test_evaluation_refuses_what_only_training_uses() -> None:
