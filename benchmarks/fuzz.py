@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 300
 """Of one command, on a busy machine."""
 JUNK = ("[", "]", "=", '"', "\n", "\0", "\ufeff", "[run]\n", "a." * 900, "9" * 5000, "inf", "{}")
-BUFFER = ("a/buffer/traces.sqlite", "a/buffer.json")
+BUFFER = ("a/buffer/traces.sqlite",)
 DATA = ("rows.jsonl", "rows.json", "rows.parquet")
 CHECKPOINT = tuple(name for name in RUN_FILES if "checkpoints" in name)
 FOLDER = tuple(name for name in RUN_FILES if name not in (*CHECKPOINT, *BUFFER))

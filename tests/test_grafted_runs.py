@@ -44,7 +44,7 @@ BOTH: dict[str, Any] = {
     "buffer": {
         "path": "expert",
         "encoder": "hashing",
-        "grow": {"num_best": 2, "min_reward": 0.5, "capacity": 12},
+        "grow": {"num_best": 2, "min_reward": 0.5},
     },
     "credit": {"attribution": "hard"},
     "loss": {"graft_coef": 1.0},
@@ -86,8 +86,6 @@ def test_it_branches_grafts_learns_and_says_so(run: RunResult) -> None:
     assert any(path.leaf.retrieved_frac > 0 for path in paths) and any(
         path.leaf.retrieval_reward for path in paths
     )
-    note = json.loads((run.run_dir / "buffer.json").read_text())
-    assert note["path"] == str(OWN_FILE) and note["num_traces"] > 0
 
 
 def test_law_11_evaluation_neither_retrieves_nor_branches(run: RunResult) -> None:
@@ -97,10 +95,10 @@ def test_law_11_evaluation_neither_retrieves_nor_branches(run: RunResult) -> Non
     assert not any(Origin.RETRIEVED in step.origins for step in steps)
 
 
-def test_the_buffer_grows_from_the_agents_best_up_to_its_capacity(run: RunResult) -> None:
+def test_the_buffer_grows_from_the_agents_best(run: RunResult) -> None:
     with TraceBuffer(run.run_dir / OWN_FILE, None) as buffer:
         own = [trace for trace in buffer if trace.source == "self"]
-    assert 0 < len(own) <= 12
+    assert own
     assert all(trace.reward >= 0.5 and trace.policy_version is not None for trace in own)
     assert read_metrics(run.run_dir)[-1]["buffer/num_own"] == len(own)
 
@@ -202,7 +200,7 @@ def test_a_file_of_trajectories_is_imported_into_the_runs_own_buffer(tmp_path: P
 
     path.write_text('{"question": "r1 of e1 ?"}\n')
     text = refused(tmp_path, settings)
-    assert "traces.jsonl, line 1: neither messages, conversations, steps, text nor output" in text
+    assert "traces.jsonl, line 1: neither messages, conversations, steps nor text" in text
     assert "there is no file" in refused(tmp_path, {**settings, "path": f"{path}x.jsonl"})
 
 

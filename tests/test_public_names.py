@@ -196,7 +196,6 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
         agents,
         commands,
         files,
-        judging,
         packages,
         recipe,
         setting_rows,
@@ -227,7 +226,7 @@ def test_recorded_runs_recipes_and_files(tmp_path: Path) -> None:
     build = BufferBuild(load_config(builds), folder / "expert.sqlite")
     assert build.report.num_attempts == 0  # `run` does the work
     assert agents.Attempt(error="no answer").contents == ()
-    assert judging.TraceFile and judging.Parts  # of work on stored trajectories
+    assert agents.Parts  # what an agent of an extension is made of
     assert packages.lacking("it", "mcp") == "" or "pip install" in packages.lacking("it", "mcp")
     assert commands.Overrides and recipe.flatten({"a": {"b": 1}}) == {"a.b": 1}
     finding = Finding("keys and values", "32 bytes a token")  # for doctor

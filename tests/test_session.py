@@ -32,8 +32,7 @@ def length(completions: list[str], **_: Any) -> list[float]:
 
 GRAFTED: dict[str, Any] = {
     "explore": {"explorers": ["graft"], "graft": {"num_hybrid": 2, "probability": 0.9}},
-    # So few that some are evicted.
-    "buffer": {"path": "expert", "encoder": "hashing", "grow": {"num_best": 1, "capacity": 4}},
+    "buffer": {"path": "expert", "encoder": "hashing", "grow": {"num_best": 1}},
 }
 LESSONS: dict[str, Any] = {
     "buffer": {"path": "self", "encoder": "hashing", "grow": {"num_best": 1}},
@@ -134,7 +133,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 def traces_of(file: Path) -> list[str]:
     with TraceBuffer(file, None, is_frozen=True) as buffer:
-        return sorted(map(repr, buffer.trajectories(with_evicted=True)))
+        return sorted(map(repr, buffer.trajectories()))
 
 
 def differing(ours: Path, theirs: Path) -> list[str]:

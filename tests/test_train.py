@@ -783,7 +783,7 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("", "no-rows-in-file"),
+        ("", "no-demonstration"),
         ("no json\n", "demonstrations-unfit"),
         (
             '{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n',

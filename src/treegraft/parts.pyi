@@ -66,7 +66,6 @@ from treegraft.tools.search import nearest as nearest
 from treegraft.tools.search.encoders import Encoder as Encoder
 from treegraft.tools.search.encoders import build_encoder as build_encoder
 from treegraft.traces import agents as agents
-from treegraft.traces import judging as judging
 from treegraft.traces import remote as remote
 from treegraft.traces.batches import Batcher as Batcher
 from treegraft.traces.fill import BufferBuild as BufferBuild

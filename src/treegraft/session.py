@@ -317,8 +317,6 @@ class Session:
         if not within.warms_up_only:
             # Before the warm-up: a buffer without successes is bad input.
             self._book = lesson_book(config, buffer, parts)
-        if self._needs_buffer:
-            await buffer.check_expert(parts.environments)
 
     def _made_buffer(self, parts: Parts) -> RolloutBuffer:
         saved = None
@@ -961,7 +959,7 @@ class Session:
             found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:
             file = self.buffer.file
-            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces, vectors or evictions)"
+            found["buffer"] = f"the Step-Trace Buffer '{file}' (traces or vectors)"
         return found
 
     def replayed(self) -> Sequence[str]:

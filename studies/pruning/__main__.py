@@ -17,10 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
+from studies.pruning import judging
 from studies.pruning.notes import read_notes
 from studies.pruning.work import BufferPruning, PruneChoice, PruneReport
 from treegraft import DataError, SettingError, Trace, TraceBuffer, TreegraftError, load_config
-from treegraft.parts import commands, judging, plain
+from treegraft.parts import commands, plain
 
 app = typer.Typer(
     add_completion=False,
@@ -130,20 +131,19 @@ def _rows(report: PruneReport) -> dict[str, str]:
 
 @app.command()
 def show(
-    buffer: commands.BufferOrRun,
+    buffer: commands.BufferFile,
     task: Annotated[str | None, typer.Option(help="Only trajectories of this task.")] = None,
     num: Annotated[int, typer.Option("-n", min=1, help="Most trajectories to print.")] = 5,
     as_json: commands.AsJson = False,
 ) -> None:
     """Print stored trajectories, and a pruned buffer's cut steps and weights of steps."""
-    path = judging.buffer_file(buffer)
-    with closing(judging.TraceFile(path, create=False)) as file:
+    with closing(judging.TraceFile(buffer, create=False)) as file:
         notes = read_notes(file)
-    with TraceBuffer.open_as_built(path) as opened:
+    with TraceBuffer.open_as_built(buffer) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
     if not found:
         raise DataError(
-            f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.",
+            f"'{buffer}' has no trajectory{f' of task {task!r}' if task else ''}.",
             code="no-trajectory",
         )
     for traces in found[:num]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from treegraft.parts import judging
+from studies.pruning import judging
 
 TABLE = """
 CREATE TABLE IF NOT EXISTS prunings (

@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from studies.pruning import judging
 from treegraft import Origin, Status, Step, StepContent, Task, Tree
-from treegraft.parts import Leaf, judging
+from treegraft.parts import Leaf
 
 Score = Callable[[Sequence[Tree]], Sequence[Mapping[str, float]]]
 """Gives for each tree, by step, Σ log π over the step's tokens of the agent."""

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from studies.pruning import judging
 from studies.pruning.notes import add_notes
 from studies.pruning.steps import Score, Trajectory, Weighed, circling, cut_idle_steps
 from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
-from treegraft.parts import NoDisplay, interfaces, interrupt, judging
+from treegraft.parts import NoDisplay, interfaces, interrupt
 
 CHUNK = 64
 """Trajectories that are weighed and written together."""

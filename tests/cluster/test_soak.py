@@ -46,7 +46,6 @@ RECIPE = [
     "buffer.path=expert",
     "buffer.encoder=hashing",
     "buffer.grow.num_best=1",
-    "buffer.grow.capacity=200",
     "tools.use=['tests.cluster.parts:Odd']",
     "eval.at_start=false",
     "eval.at_end=false",

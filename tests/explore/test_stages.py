@@ -111,11 +111,6 @@ def test_each_stage_has_its_share_of_hybrid_rollouts(num_hybrid: int, num_first:
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (
-            ["explore.num_first=17"],
-            "settings-contradict",
-        ),
-        (["explore.num_leaves=8", "explore.num_first=8"], "settings-contradict"),
         (['explore.explorers=["entropy"]', "explore.num_first=4"], "override-idle"),
         (["explore.fill_from=0.5"], "override-idle"),
     ],

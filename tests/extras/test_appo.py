@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.error_codes import raises_code
 from tests.support.families import build_model
 from tests.support.slow_learner import distance, gradient_of, make_learner, slow_loss
 from tests.support.tiny import tiny
@@ -21,7 +20,6 @@ from treegraft.extras.methods.appo_explorer import EntropyPeaks
 from treegraft.extras.methods.appo_math import advantages_apart, future_weights, peaks
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.record import read_trees
-from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.train import train
 
@@ -196,11 +194,3 @@ def test_a_run_of_appo(tmp_path: Path) -> None:
     for path in (path for tree in trees for path in tree.trajectories()):
         is_own = not any(isinstance(one.cause, BranchCause) for one in path.steps)
         assert path.leaf.has_loss == is_own == (path.leaf.weight > 0)
-
-
-def test_what_does_not_go_with_appo() -> None:
-    with raises_code("settings-contradict", "credit.attribution"):
-        load_config(
-            tiny(explore={"explorers": ["entropy_peaks"]}, credit={"advantage": "appo"}),
-            ["credit.attribution=hard"],
-        )

@@ -519,9 +519,7 @@ def test_a_server_builds_beside_the_expert(
     assert {name: one.num_traces for name, one in sources.items()} == {"expert": 7, "little": 7}
 
 
-def test_what_was_asked_and_refused_is_printed(
-    build: Build, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_asked_is_printed(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     tasks = recipes_world()
 
     def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
@@ -535,8 +533,6 @@ def test_what_was_asked_and_refused_is_printed(
     text = " ".join(capsys.readouterr().out.split())
     num = len(seen)
     assert f"{num} requests, {num * 1000:,} tokens read and {num * 200:,} written" in text
-    assert "Sorry, I cannot help." in text
-    assert "of the attempts" in text
 
 
 def test_a_server_that_went_down_is_an_error_after_the_counts(

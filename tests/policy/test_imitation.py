@@ -191,7 +191,7 @@ def test_a_missing_file_is_told_with_the_nearest_one_that_exists(tmp_path: Path)
         "demo.sqlite": "Did you mean 'demos.sqlite'",
         "elsewhere/demos.sqlite": "folder '.*elsewhere' does not exist",
     }.items():
-        with raises_code("demonstrations-missing", match=found):
+        with raises_code("import-missing", match=found):
             read_demonstrations(tmp_path / name, WarmupSettings(), TASKS)
         with raises_code("buffer-missing", match=found):
             TraceBuffer.open_as_built(tmp_path / name)

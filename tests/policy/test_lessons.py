@@ -153,10 +153,9 @@ def test_a_run_with_lessons_resumes_to_the_same(tmp_path: Path) -> None:
 
 def test_own_lessons_are_the_same_after_a_resume(tmp_path: Path) -> None:
     """Law 6: of equally good trajectories the first one stays the lesson, also past the tenth
-    update and after the buffer has evicted it."""
-    grow = {"num_best": 2, "capacity": 4}
+    update."""
     tables = {
-        "buffer": {"path": "self", "encoder": "hashing", "grow": grow},
+        "buffer": {"path": "self", "encoder": "hashing", "grow": {"num_best": 2}},
         "tasks": {"num_train": 3, "search_world": {"hops": [2]}},
         "learn": {"lr": 1e-2, "num_lessons": 4},
         "warmup": {"num_steps": 64},
@@ -192,15 +191,6 @@ def answered(tree: Tree, answer: str) -> Tree:
 
 
 def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
-    for tables, about in (
-        ({"buffer": {"path": "self", "grow": {"num_best": 0}}}, "buffer.grow.num_best"),
-        (
-            {"buffer": {"path": "self"}, "warmup": {"traces": "buffer"}},
-            "warmup.traces",
-        ),
-    ):
-        with raises_code("settings-contradict", about):
-            load_config(settings(tmp_path, "r", **tables))
     own = load_config(settings(tmp_path, "r", buffer={"path": "self"}))
     assert own.buffer.grow.num_best == 1
     # No file is sought under the name "self".

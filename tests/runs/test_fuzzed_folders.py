@@ -144,7 +144,6 @@ def command(*arguments: str) -> tuple[int, str]:
 RUN_FILES = (
     "a/config.json",
     "a/metrics.jsonl",
-    "a/buffer.json",
     "a/buffer/traces.sqlite",
     "a/trees/update-000001.jsonl.zst",
     "a/trees/eval-000000-greedy.jsonl.zst",

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.error_codes import raises_code
-from tests.support.trees import Part, build_tree
 
-from treegraft.algo.advantages import assign_credit
 from treegraft.core import removed
 from treegraft.core.errors import DataError, ModelError, SettingError, about, nearest
 from treegraft.runs.metrics import METRICS, find_meaning, meaning
@@ -263,7 +261,6 @@ def test_missing_files(tmp_path: Path) -> None:
         ({"explore": {"num_leaves": 300}}, "engine.max_rows"),
         ({"tasks": {"search_world": {"hops": []}}}, "hops"),
         ({"tasks": {"search_world": {"hops": [6]}}}, "hops"),
-        ({"tasks": {"kind": "arithmetic"}}, "tools.use"),
         ({"warmup": {"continue_prob": [1.5]}}, "warmup.continue_prob"),
         ({"warmup": {"continue_prob": []}}, "warmup.continue_prob"),
         ({"eval": {"greedy": False, "num_samples": 0}}, "neither greedy nor samples"),
@@ -383,8 +380,6 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     )
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
     assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
-    assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
-    assert "no explorer of explore.explorers branches" in refused(graft, "credit.attribution=hard")
     assert "no explorer of explore.explorers branches" in refused(
         {}, "credit.leaf_weight=inverse_branching"
     )
@@ -401,7 +396,6 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "explore.entropy.rule is 'bernoulli'; add explore.entropy.rule=threshold" in refused(
         branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
     )
-    assert "however little" in refused(branch, "normaliser=log_vocabulary")
 
 
 def test_evaluation_refuses_what_only_training_uses() -> None:
@@ -465,8 +459,6 @@ def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
     assert "nested too deeply" in refused(path)
     path.write_text("run.seed = " + "9" * 5000)
     assert "too many digits" in refused(path)
-    path.write_text("# " + "x" * 1_000_000)
-    assert "expected at most 1,000,000" in refused(path)
     assert "not a regular file" in refused("/dev/zero")
     assert "cannot be read" in refused("x" * 5000 + ".toml")
 
@@ -530,7 +522,7 @@ def test_settings_of_another_version_are_refused_with_one_sentence(tmp_path: Pat
     path = tmp_path / "config.json"
     path.write_text(json.dumps(saved), encoding="utf-8")
     said = refused(path)
-    assert "it has the setting 'engine.noise'" in said and "always 'philox'" in said
+    assert "unknown setting 'engine.noise'" in said and "always 'philox'" in said
     assert "Gone since 0.8: it is always 2,048." in refused({}, "learn.vocab_chunk=7")
     assert not {*removed.REMOVED} & {*known_settings()}
 
@@ -654,31 +646,6 @@ def test_a_papers_method_is_an_alias_of_its_explorer(method: str, name: str) -> 
 def test_a_method_beside_its_explorer_is_named_twice() -> None:
     both = {"explore": {"explorers": ["entropy", "arpo"]}}
     assert "expected each name once" in refused(both)
-
-
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce++-baseline"])
-def test_a_group_of_one_is_refused_where_leaves_are_compared(advantage: str) -> None:
-    one = {"explore": {"num_leaves": 1}}
-    said = refused(one, f"credit.advantage={advantage}")
-    assert "explore.num_leaves: got 1" in said
-    assert "expected at least 2" in said
-    # What it would have learned from: one reward less its own mean.
-    lone = build_tree(Part.of("p", Part("s", reward=1.0)))
-    if advantage in ("grpo", "dr_grpo", "rloo"):
-        assert assign_credit(lone, advantage=advantage).leaves[0].advantage == 0
-
-
-@pytest.mark.parametrize(
-    "teaching",
-    [
-        {"credit": {"advantage": "reinforce++"}},
-        {"credit": {"rule": "mine:rule"}},
-        {"loss": {"lesson_coef": 0.1}, "buffer": {"path": "expert"}},
-        {"explore": {"num_leaves": 1, "explorers": ["mine:Explorer"]}},
-    ],
-)
-def test_a_group_of_one_stays_where_something_else_teaches(teaching: dict) -> None:
-    assert load_config({"explore": {"num_leaves": 1}, **teaching}).explore.num_leaves == 1
 
 
 def test_what_is_gone_since_an_earlier_version_says_what_to_use(

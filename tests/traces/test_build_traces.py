@@ -205,7 +205,7 @@ def test_tasks_that_are_done_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_path: Path) -> None:
-    def work(buffer: TraceBuffer, max_concurrent: int | None = None, **options: Any) -> Any:
+    def work(buffer: TraceBuffer, max_concurrent: int = 16, **options: Any) -> Any:
         asked = ScoredAgent(agent=Numbered({0, 1}), format=format(), scorer=SCORER)
         own = BuildSettings(num_samples=2, max_concurrent=max_concurrent)
         return build_traces(world().train_tasks(), asked, own, buffer, **options)

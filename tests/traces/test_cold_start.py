@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.error_codes import raises_code
 
-from treegraft.core.types import StepContent, Task, ToolCall
+from treegraft.core.types import Task, ToolCall
 from treegraft.settings.policy import WarmupSettings
 from treegraft.traces.demonstrations import Chosen, read_demonstrations
 
@@ -82,25 +82,17 @@ def test_rows_of_the_released_cold_start_are_demonstrations(tmp_path: Path) -> N
     assert steps[2].answer == "38"
 
 
-def test_results_and_calls_in_turns_of_their_own(tmp_path: Path) -> None:
-    call = json.dumps({"name": "search", "arguments": {"query": "steps of Orla"}})
-    first = row(
-        "Steps?", ("function_call", call), ("observation", "84"), ("gpt", "<answer>84</answer>")
-    )
-    second = row(
+def test_calls_and_results_in_turns_of_their_own(tmp_path: Path) -> None:
+    turns = row(
         "Steps?",
         ("gpt", "<think>Look.</think><search>steps of Orla</search>"),
         ("human", "<result>84</result>"),
         ("gpt", "<answer>84</answer>"),
     )
-    found = read(written(tmp_path / "sft.jsonl", [first, second]))
-    (_, one), (_, other) = found.demonstrations
-    assert one[0] == StepContent(
-        calls=(ToolCall("search", "steps of Orla"),), observations=one[0].observations
-    )
-    for steps in (one, other):
-        assert [seen.text for seen in steps[0].observations] == ["84"]
-        assert steps[-1].answer == "84"
+    ((_, steps),) = read(written(tmp_path / "sft.jsonl", [turns])).demonstrations
+    assert steps[0].calls == (ToolCall("search", "steps of Orla"),)
+    assert [seen.text for seen in steps[0].observations] == ["84"]
+    assert steps[-1].answer == "84"
 
 
 def test_a_bad_row_of_many_is_counted_and_shown(tmp_path: Path) -> None:
@@ -115,7 +107,7 @@ def test_a_bad_row_of_many_is_counted_and_shown(tmp_path: Path) -> None:
     [
         ({"conversations": [{"from": "gpt", "value": "hello"}]}, "the user's question"),
         ({"conversations": [{"value": "hello"}]}, "no 'from'"),
-        ({"question": "q"}, "neither messages, conversations, steps, text nor output"),
+        ({"question": "q"}, "neither messages, conversations, steps nor text"),
         ([], "expected an object"),
     ],
 )

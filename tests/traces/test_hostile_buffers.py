@@ -127,12 +127,3 @@ def test_what_runs_when_it_is_read_is_refused_however_it_is_written(place: Path,
     for use in (imitated, searched):
         with raises_code("buffer-schema-foreign"):
             use(place)
-
-
-@pytest.mark.parametrize("text", ["5", '{"path": 5}', "[" * 100_000, '{"path": "acts.py"}', "\xff"])
-def test_a_hostile_note_of_a_run_names_nothing(place: Path, text: str) -> None:
-    (place / "folder" / "buffer.json").write_text(text, encoding="latin-1")
-    for command in ("stats folder", "show folder"):
-        with pytest.raises((TreegraftError, SystemExit)):
-            typed(command)(place)
-    assert not (place / "marker").exists()

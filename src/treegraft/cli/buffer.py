@@ -12,7 +12,7 @@ import typer
 
 from treegraft.cli.commands import (
     AsJson,
-    BufferOrRun,
+    BufferFile,
     print_rows,
     say,
     settings_alone,
@@ -48,23 +48,17 @@ MAX_PROBLEMS = 10
 ENCODER = "buffer.encoder"
 OF_IMPORT = (ENCODER, *(f"buffer.build.{one}" for one in ("num_best", "min_reward", "source")))
 """Settings that `buffer import` takes notice of."""
-BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
 
 def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     """Returns the rows on what became of trajectories and traces."""
-    rows = {
+    return {
         "trajectories": (
             f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
             " among the best"
         ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
     }
-    if report.num_keys_cut:
-        rows["keys cut"] = (
-            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
-        )
-    return rows
 
 
 @buffer_app.command("import")
@@ -135,15 +129,13 @@ def _encoder_for(path: Path, config: Config) -> str | None:
 
 
 @buffer_app.command()
-def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
+def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
     """Print the contents of a buffer in numbers."""
     from rich.console import Console
     from rich.text import Text
 
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.rollout_buffer import buffer_file
 
-    buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
         found = opened.stats()
         checksum = opened.checksum()
@@ -152,15 +144,11 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
         return
     rows = {
         "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
-        "trajectories": f"{found.num_trajectories}, {found.steps_per_trajectory:.2f} steps each",
+        "trajectories": f"{found.num_trajectories}",
         "tasks": f"{found.num_tasks}",
         "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
         "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
     }
-    if found.policy_versions is not None:
-        rows["policy versions"] = "{} to {}".format(*found.policy_versions)
-    if found.num_evicted:
-        rows["evicted"] = f"{found.num_evicted}"
     print_rows(str(buffer), rows)
     agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():
@@ -171,7 +159,7 @@ def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
 
 @buffer_app.command()
 def search(
-    buffer: BufferOrRun,
+    buffer: BufferFile,
     text: Annotated[
         str,
         typer.Argument(
@@ -187,9 +175,8 @@ def search(
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.keys import value_text
-    from treegraft.traces.rollout_buffer import buffer_file
 
-    with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
+    with TraceBuffer.open_as_built(buffer) as opened:
         (found,) = opened.search([text], num, allow_terminal=True)
     if as_json:
         print(json.dumps([asdict(trace) | {"similarity": score} for trace, score in found]))
@@ -205,21 +192,19 @@ def search(
 
 @buffer_app.command()
 def show(
-    buffer: BufferOrRun,
+    buffer: BufferFile,
     task: Annotated[str | None, typer.Option(help="Only trajectories of this task.")] = None,
     num: Annotated[int, typer.Option("-n", min=1, help="Most trajectories to print.")] = 5,
 ) -> None:
     """Print stored trajectories step by step."""
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.keys import value_text
-    from treegraft.traces.rollout_buffer import buffer_file
 
-    path = buffer_file(buffer)
-    with TraceBuffer.open_as_built(path) as opened:
+    with TraceBuffer.open_as_built(buffer) as opened:
         found = [one for one in opened.trajectories() if task in (None, one[0].task_id)]
     if not found:
         raise DataError(
-            f"'{path}' has no trajectory{f' of task {task!r}' if task else ''}.",
+            f"'{buffer}' has no trajectory{f' of task {task!r}' if task else ''}.",
             code="no-trajectory",
         )
     for traces in found[:num]:

@@ -134,10 +134,6 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
             f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"
             f" {report.num_written:,} written"
         )
-        refused = report.num_refused / max(1, report.num_attempts)
-        rows["refused"] = f"{report.num_refused} replies, of {refused:.0%} of the attempts"
-    for number, (reason, text) in enumerate(report.refused.items(), start=1):
-        rows[f"reply {number}"] = f"{plain(reason, 200)}: {plain(text, 400)}"
     for number, reason in enumerate(_reasons(report.failures, 5), start=1):
         rows[f"failed {number}"] = reason
     print_rows(f"{out}: {work.source}", rows)

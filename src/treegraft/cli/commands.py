@@ -131,10 +131,7 @@ def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     return made
 
 
-BufferOrRun = Annotated[
-    Path,
-    typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer, or a run that uses one."),
-]
+BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
 BufferRecipe = Annotated[
     str,

@@ -25,23 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import sysconfig
-import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-
-def shown_in_notebook(error: BaseException) -> list[str]:
-    """Returns a notebook's lines about an error: where the reader's own code led to it
-    or to its cause, without frames of libraries, and its message."""
-    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
-    lines = []
-    for one in filter(None, (error, error.__cause__)):
-        for frame in traceback.extract_tb(one.__traceback__):
-            if not frame.filename.startswith(libraries) and "-packages" not in frame.filename:
-                place = "cell" if "ipykernel_" in frame.filename else frame.filename
-                lines.append(f"{place}, line {frame.lineno}: {frame.line}")
-    return [*lines, f"{type(error).__name__}: {error}"]
 
 
 class TreegraftError(Exception):
@@ -55,9 +40,6 @@ class TreegraftError(Exception):
         super().__init__(*args)
         self.code = code
         self.settings = tuple(settings)
-
-    def _render_traceback_(self) -> list[str]:  # as IPython asks for it
-        return shown_in_notebook(self)
 
 
 class SettingError(TreegraftError, ValueError):

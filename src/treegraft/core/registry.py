@@ -193,16 +193,14 @@ class Registry:
         make: Any,
         *,
         generated: bool = False,
-        toolless: bool = False,
         **brings: Unpack[Brings],
     ) -> None:
         """Registers the maker of a task source by its name in `tasks.kind`.
 
         Args:
             generated: the tasks are made one by one, so that their number is limited.
-            toolless: they bring no tools.
         """
-        self._add("tasks", name, make, brings, generated=generated, toolless=toolless)
+        self._add("tasks", name, make, brings, generated=generated)
 
     def command(self, name: str, path: str, help: str, **brings: Unpack[Brings]) -> None:
         """Registers a command; "eval mine" is `treegraft eval mine`.

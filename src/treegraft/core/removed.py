@@ -89,6 +89,7 @@ REMOVED: dict[str, str] = {
     "engine.vllm.hang_timeout_s": (
         "Gone since 0.8: a server that hangs is left out at the next publish (engine.deadline_s)."
     ),
+    "buffer.grow.capacity": "Gone since 0.8: traces stay in the buffer.",
     "buffer.sources": (
         "Gone since 0.8: build or import a buffer of these agents alone"
         " (buffer.build.source names an agent)."

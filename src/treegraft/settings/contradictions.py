@@ -9,17 +9,15 @@ from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
 from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
-from treegraft.core.registry import extensions, registered
+from treegraft.core.registry import extensions
 from treegraft.settings.config import Config, known_settings
-from treegraft.settings.explore import chosen_kinds, has_own, retrieving, takes_warmup_of_buffer
+from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
 from treegraft.settings.plain import shown
 from treegraft.settings.recipe import flatten
 from treegraft.settings.table import Contradiction, value_of
 
 MAX_NAME_BYTES = 200
 """A file system allows 255, and endings are added."""
-COMPARED_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++-baseline")
-"""Advantages of the core that are 0 in a group of one."""
 
 
 def _names_wrong(config: Config) -> Iterator[Contradiction]:
@@ -38,12 +36,6 @@ def _names_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _format_wrong(config: Config) -> Iterator[Contradiction]:
     form = config.format
-    if form.require_boxed and form.answer not in ("auto", "boxed"):
-        yield Contradiction(
-            ("format.require_boxed", "format.answer"),
-            f"format.require_boxed: got true, but format.answer = '{form.answer}' does not look"
-            " into the box; leave one of them out.",
-        )
     # Every answer would be empty, and every reward 0.
     if form.answer == "regex" and not form.answer_pattern:
         yield Contradiction(
@@ -58,19 +50,6 @@ def _format_wrong(config: Config) -> Iterator[Contradiction]:
             ("format.answer_pattern",),
             f"format.answer_pattern: got {form.answer_pattern!r}, which is not a regular expression"
             f" ({error}).",
-        )
-
-
-def _attribution_wrong(config: Config) -> Iterator[Contradiction]:
-    entry = registered("advantage").get(config.credit.advantage)
-    # Of ours none is restricted.
-    fitting = entry.value.attributions if entry else ()
-    if fitting and config.credit.attribution not in fitting:
-        yield Contradiction(
-            ("credit.attribution", "credit.advantage"),
-            f"credit.attribution: got '{config.credit.attribution}', expected"
-            f" {' or '.join(map(repr, fitting))} with credit.advantage ="
-            f" '{config.credit.advantage}', which says itself what shared steps carry.",
         )
 
 
@@ -96,19 +75,6 @@ def _model_wrong(config: Config) -> Iterator[Contradiction]:
 
 
 def _tasks_wrong(config: Config) -> Iterator[Contradiction]:
-    entry = registered("tasks").get(config.tasks.kind)
-    facts = {} if entry is None else entry.facts
-    # Only for kinds that are known to bring no tools; another source may.
-    brings_none = config.tasks.kind == "dataset" or facts.get("toolless")
-    has_set = any(getattr(config.tools, one) for one in registered("toolset"))
-    has_any = config.tools.use or has_set or config.environment.kind
-    if brings_none and not has_any and config.rollout.max_tool_calls > 0:
-        yield Contradiction(
-            ("tools.use", "tasks.kind", "rollout.max_tool_calls"),
-            f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
-            ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
-            " has none: rollout.max_tool_calls = 0.",
-        )
     # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -172,25 +138,6 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
             f" rollouts start and what becomes of the leaves that are left; expected one of {named}"
             " alone, in the first place.",
         )
-    if explore.num_first is not None and explore.num_first >= explore.num_leaves:
-        yield Contradiction(
-            ("explore.num_first", "explore.num_leaves"),
-            f"explore.num_first: got {explore.num_first}, expected less than explore.num_leaves,"
-            f" which is {explore.num_leaves}, so that a second stage has leaves left; leave it out"
-            " for one stage.",
-        )
-    compares = config.credit.advantage in COMPARED_IN_GROUPS and config.credit.rule is None
-    imitates = config.loss.graft_coef or config.loss.lesson_coef
-    # Explorers of one's own, and those that begin below stored steps, may bring further leaves.
-    brings = has_own(config) or any(kind.begins_below for kind in kinds.values())
-    if explore.num_leaves == 1 and compares and not (imitates or brings):
-        yield Contradiction(
-            ("explore.num_leaves", "credit.advantage"),
-            "explore.num_leaves: got 1, so that no leaf has another to be compared with:"
-            f" credit.advantage = '{config.credit.advantage}' would be 0 everywhere, and nothing"
-            " would be learned; expected at least 2. Or compare over the whole batch:"
-            ' credit.advantage = "reinforce++".',
-        )
     if "graft" in explore.explorers:
         yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
     if retrieving(explore.explorers) or takes_warmup_of_buffer(config) or config.loss.lesson_coef:
@@ -199,14 +146,6 @@ def _explore_wrong(config: Config) -> Iterator[Contradiction]:
 
 def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
     settings = config.buffer
-    if settings.path == "self":
-        empty = 'buffer.path = "self" begins empty'
-        if not settings.grow.num_best:
-            text = f"buffer.grow.num_best: got 0, but {empty}; expected 1 or more."
-            yield Contradiction(("buffer.grow.num_best", "buffer.path"), text)
-        if takes_warmup_of_buffer(config):
-            text = f"warmup.traces: got 'buffer', but {empty}; name another source."
-            yield Contradiction(("warmup.traces", "buffer.path"), text)
     if not settings.path:
         named = next(iter(retrieving(config.explore.explorers)), None)
         other = "explore.explorers"
@@ -226,14 +165,6 @@ def _buffer_wrong(config: Config) -> Iterator[Contradiction]:
 def _replay_wrong(config: Config) -> Iterator[Contradiction]:
     if config.replay.fresh_frac == 1:
         return
-    size = config.run.tasks_per_update
-    if config.replay.num_replayed(size) == 0:
-        yield Contradiction(
-            ("replay.fresh_frac", "run.tasks_per_update"),
-            f"replay.fresh_frac: got {config.replay.fresh_frac:g}, which leaves no group to replay"
-            f" with run.tasks_per_update = {size}; expected 1 for none, a smaller share, or more"
-            " tasks.",
-        )
     # A resumed run has nothing but its folder.
     if not config.track.record_trees:
         yield Contradiction(
@@ -274,7 +205,6 @@ def contradictions(config: Config) -> list[Contradiction]:
     checks = (
         _format_wrong,
         _names_wrong,
-        _attribution_wrong,
         _model_wrong,
         _tasks_wrong,
         _run_wrong,
@@ -305,7 +235,6 @@ def check(
     return [
         *_rewards_contradicted(config, environment),
         *_branches_contradicted(config, explorer, tools, environment),
-        *_calls_contradicted(config, tools),
         *_grafts_contradicted(config, environment),
     ]
 
@@ -392,17 +321,6 @@ def _branches_contradicted(
             " Tools of an MCP server that keep nothing between calls are declared by"
             ' capability = "stateless" in its entry of tools.mcp.',
         )
-
-
-def _calls_contradicted(config: Config, tools: Sequence[Tool]) -> Iterator[Contradiction]:
-    """Calls that an explorer begins for an agent that has no such tool."""
-    for name, kind in chosen_kinds(config).items():
-        if kind.begins_calls and not tools:
-            yield Contradiction(
-                ("explore.explorers", "tools.use"),
-                f"explore.explorers: got '{name}', which begins tool calls for the agent, but there"
-                f" is no tool; expected at least one. Add one to tools.use, or leave '{name}' out.",
-            )
 
 
 def _grafts_contradicted(

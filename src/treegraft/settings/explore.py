@@ -119,18 +119,6 @@ def reads_buffer(config: Settings) -> str:
     return next(filter(None, (condition(config) for condition in _grafts)), "")
 
 
-def _size_of_rise_counts(config: Settings) -> str:
-    own: EntropySettings = value_of(config, "explore.entropy")
-    # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
-    if own.rule != "threshold" or own.base_prob != own.threshold or own.entropy_weight <= 0:
-        return ""
-    return (
-        "with explore.entropy.rule = 'threshold' and base_prob = threshold ="
-        f" {own.threshold} a branch opens wherever entropy rose, by however little; change"
-        " base_prob or threshold, or take rule = 'bernoulli'"
-    )
-
-
 def half_the_leaves(config: Settings) -> int:
     """Returns half of explore.num_leaves, at least 1."""
     # A tree of one leaf still has a start.
@@ -154,16 +142,14 @@ class EntropySettings(Settings):
     tosses a coin with that probability (the released code)."""
     base_prob: float = setting(0.5, ge=0, le=1)
     """Probability of branching where entropy did not change (ARPO's alpha)."""
-    entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
+    entropy_weight: float = setting(0.2, ge=0)
     """Rise of the probability per unit of entropy change (ARPO's beta)."""
     threshold: float = setting(0.5, ge=0, le=1, idle_unless=_by_threshold)
     """Probability above which the threshold rule branches (ARPO's tau)."""
     statistic: Literal["probe", "lagging"] = "probe"
     """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the
     step that made the call, one result late (the released code)."""
-    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = setting(
-        "vocabulary", idle_unless=(_size_of_rise_counts,)
-    )
+    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = "vocabulary"
     """Divisor of the summed change in nats: the vocabulary's size V (ARPO's paper), ln V (the
     released codes; the default with "balanced"), or 1."""
 
@@ -226,15 +212,9 @@ class GrowSettings(Settings):
     buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
-    # A size that is searched exactly in a few milliseconds.
-    capacity: int = setting(20_000, ge=1)
-    """Most traces of the agent's own; past it the oldest policy's go first, of these the
-    least rewarded."""
 
 
-_asks_a_model = Condition(
-    "buffer.build.agent", lambda agent: agent != "expert", ", neither a server nor a model"
-)
+_asks_a_server = Condition("buffer.build.agent", lambda agent: agent != "expert")
 
 
 def _building(default: Any, **facts: Any) -> Any:
@@ -247,11 +227,10 @@ class BuildSettings(Settings):
     `min_reward` count."""
 
     agent: str = _building("expert", acts="sends")
-    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), the URL of
-    an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME")."""
+    """The agent that answers the training tasks: "expert" (the tasks' scripted expert), or the URL
+    of an OpenAI-compatible server."""
     source: str | None = _building(None, acts="nothing")
-    """Name of the agent in the buffer; None for "expert", the server's model or the model's
-    place."""
+    """Name of the agent in the buffer; None for "expert" or the server's model."""
     # RAPO, app. C.3.
     num_samples: int = _building(16, ge=1)
     """Attempts per task (RAPO's N)."""
@@ -262,20 +241,10 @@ class BuildSettings(Settings):
     """Only trajectories with a reward above this are stored."""
     num_tasks: int | None = _building(None, ge=1)
     """Training tasks that are answered, the first ones; None for all."""
-    temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_model)
-    """Temperature of a server or model."""
-    max_concurrent: int | None = _building(None, ge=1)
-    """Attempts at the same time; None for 16, and for engine.max_rows with a model."""
-
-    @property
-    def agent_kind(self) -> Literal["expert", "server", "checkpoint"]:
-        """What `agent` names: the tasks' expert, a server or a model."""
-        if self.agent == "expert":
-            return "expert"
-        return "server" if "://" in self.agent else "checkpoint"
-
-
-_is_sought = Condition("buffer.random_prob", lambda share: share < 1, ", so nothing is sought")
+    temperature: float = _building(1.0, ge=0, idle_unless=_asks_a_server)
+    """Temperature of a server."""
+    max_concurrent: int = _building(16, ge=1)
+    """Attempts at the same time."""
 
 
 class BufferSettings(Settings):
@@ -300,7 +269,7 @@ class BufferSettings(Settings):
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved; where a trace has no task id, its question
     tells."""
-    min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=(with_graft, _is_sought))
+    min_similarity: float = setting(-1.0, ge=-1, le=1, idle_unless=with_graft)
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1, idle_unless=with_graft)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""

@@ -35,7 +35,6 @@ from treegraft.settings.names import find_answer, find_value
 from treegraft.settings.plain import (
     MAX_DEPTH,
     parse_value,
-    read_tables,
     shortened,
     shown,
 )
@@ -67,14 +66,10 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
     *tables, last = name.split(".")
     place = data
     for table in tables:
-        inner = place.setdefault(table, {})
-        if not isinstance(inner, dict):
-            raise SettingError(
-                f"{COMMAND_LINE}: '{shortened(name)}' goes into '{shortened(table)}', which is"
-                f" {shown(inner)} and not a table.",
-                code="setting-no-table",
-            )
-        place = inner
+        # A value in the place of a table is refused with the types.
+        if not isinstance(place.get(table), dict):
+            place[table] = {}
+        place = place[table]
     # Two overrides of one table go together; of a value the last counts.
     both_tables = isinstance(value, dict) and isinstance(place.get(last), dict)
     place[last] = {**place[last], **value} if both_tables else value
@@ -168,44 +163,18 @@ def refuse_sampling(overrides: Sequence[str], reason: str, *also: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
+def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
+    """Returns the settings of a recipe, or of a run's config.json, which has no smoke test."""
     data, overlay = read_recipe(path)
-    # Also without --smoke: a recipe is right as a whole or not at all.
-    if unknown := list(unknown_settings(overlay or {})):
-        name, value = unknown[0]
-        raise SettingError(
-            f"{path}: unknown setting '{SMOKE}.{shortened(name)}'.{suggestion(name, value)}",
-            code="unknown-setting",
-        )
     if not smoke:
         return data
     if overlay is None:
         raise SettingError(
-            f"{path}: --smoke: this recipe has no table [{SMOKE}]; expected the settings of its"
-            f" smoke test there, such as [{SMOKE}.model].",
+            f"{path}: --smoke: this file has no table [{SMOKE}]; expected the settings of a"
+            f" recipe's smoke test there, such as [{SMOKE}.model].",
             code="no-smoke-table",
         )
     return merged(data, overlay)
-
-
-def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
-    if path.suffix != ".json":
-        return _from_recipe(path, smoke=smoke)
-    # A resolved configuration has lost its overlay.
-    if smoke:
-        raise SettingError(
-            f"{path}: --smoke: expected a recipe; a run's config.json has none.",
-            code="smoke-of-run",
-        )
-    data = read_tables(path)
-    if name := next((name for name, _ in unknown_settings(data)), ""):
-        raise SettingError(
-            f"{path}: it has the setting '{shortened(name)}', which this version of Treegraft does"
-            " not have; expected the settings of a run of this version. Go on with the version that"
-            f" wrote it, or begin anew from the recipe.{instead(name)}",
-            code="unknown-setting",
-        )
-    return data
 
 
 def _type_fault(found: ErrorDetails, where: Callable[[str], str]) -> str:
@@ -332,13 +301,6 @@ class Default:
     value: Any
 
 
-def _replacing(recipe: str, name: str) -> str:
-    inner = "..."
-    for part in reversed(name.split(".")):
-        inner = f"{{'{part}': {inner}}}"
-    return f": {{'{BASE}': '{recipe}', {inner[1:]} replaces the recipe's"
-
-
 def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replaces: bool) -> None:
     """Puts the settings of given objects into `data`."""
     for name, value in given.items():
@@ -350,8 +312,7 @@ def _give(data: dict[str, Any], given: Mapping[str, Any], origin: str, *, replac
         if there is not _ABSENT and there != value and not replaces:
             raise SettingError(
                 f"{origin}: setting '{name}' is {shown(there)}, and an argument gives"
-                f" {shown(value)} for it; expected one of the two. Leave the other out"
-                f"{'' if origin == 'settings' else _replacing(origin, name)}.",
+                f" {shown(value)} for it; expected one of the two. Leave the other out.",
                 settings=[name],
                 code="argument-and-setting",
             )

@@ -185,9 +185,7 @@ def _split_tasks(value: Mapping[Any, Any], given: GivenObjects) -> dict[str, Any
 
 def _rows(argument: str, value: Any, given: GivenObjects, stem: str) -> tuple[str, int]:
     """The name of rows that are in memory, and how many there are."""
-    if callable(getattr(value, "to_dicts", None)):  # polars
-        rows = value.to_dicts()
-    elif callable(getattr(value, "to_dict", None)) and hasattr(value, "columns"):  # pandas
+    if callable(getattr(value, "to_dict", None)) and hasattr(value, "columns"):  # pandas
         rows = value.astype(object).where(value.notna(), None).to_dict("records")
     elif isinstance(value, Sequence) or hasattr(value, "column_names"):
         rows = list(value)

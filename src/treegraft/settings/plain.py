@@ -12,8 +12,6 @@ from typing import Any
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.shipped import FOLDERS, Kind, by_name
 
-MAX_BYTES = 1_000_000
-"""Largest recipe; ours have some thousand."""
 MAX_SHOWN = 200
 """Characters of a value that a message repeats."""
 
@@ -98,12 +96,6 @@ def _read(path: Path, kind: Kind) -> str:
             if str(path) not in by_name(kind):
                 raise SettingError(f"{kind} '{path}' {_absence(path, kind)}", code="file-missing")
             path = by_name(kind)[str(path)]
-        if path.stat().st_size > MAX_BYTES:
-            raise SettingError(
-                f"{kind} '{path}' has {path.stat().st_size:,} bytes, expected at most"
-                f" {MAX_BYTES:,}; data belong into files that it names.",
-                code="file-too-large",
-            )
         # Windows' editors put a byte order mark first.
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -127,11 +119,7 @@ def _absence(path: Path, kind: Kind) -> str:
     others = [one for one in folder.glob("*.toml") if one.name != "pyproject.toml"]
     names = by_name(kind)
     hint = nearest(str(path), map(str, others)) or nearest(str(path.with_suffix("")), names)
-    if path.stem in names:
-        hint = (
-            f" Treegraft ships a {kind} of this name; write '{path.stem}' without path and suffix."
-        )
-    elif not hint and names:
+    if not hint and names:
         hint = f" {FOLDERS[kind].capitalize()} that Treegraft ships: {', '.join(names)}."
     return f"{fault}; expected a .toml or .json file.{hint}"
 

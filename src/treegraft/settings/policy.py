@@ -63,14 +63,7 @@ def _together(config: Settings) -> str:
     return "together" if any(kind.compares_together for kind in kinds) else "apart"
 
 
-def _shares_steps(config: Settings) -> str:
-    # Others may compare steps of independent rollouts too.
-    is_core = value_of(config, "credit.attribution") in ("soft", "hard")
-    return _branches(config) if is_core else ""
-
-
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
-_rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
 _several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
@@ -223,7 +216,7 @@ class CreditSettings(Settings):
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: str = setting("soft", seam="attribution", idle_unless=(_shares_steps,))
+    attribution: str = setting("soft", seam="attribution")
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
     their mean; a name that an extension brings, or an import path."""
     retrieval_reward: RetrievalVariant = setting(
@@ -232,7 +225,7 @@ class CreditSettings(Settings):
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
     # RAPO's value, in paper and code.
-    retrieval_weight: float = setting(0.2, ge=0, idle_unless=(with_graft, _rewards_grafts))
+    retrieval_weight: float = setting(0.2, ge=0, idle_unless=with_graft)
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     restarts: Literal["apart", "together"] = setting(
         "apart", default_of=_together, idle_unless=(_restarts,)

@@ -3,20 +3,19 @@ attempt is data, never an exception."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.sessions import Session, SessionOpener
-from treegraft.core.types import Status, StepContent, Task, Tree
+from treegraft.core.types import StepContent, Task
 from treegraft.rollout.formats.chat import ChatFormat, tool_schema
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
 from treegraft.rollout.formats.template import THINK_CLOSING, THINK_OPENING
-from treegraft.rollout.loop import Grower
 from treegraft.tools.environments.rehearsal import rehearse_all
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
     "Agent",
     "Attempt",
     "ChatFormat",
-    "CheckpointAgent",
+    "Parts",
     "ScriptedAgent",
     "Session",
     "SessionOpener",
@@ -114,66 +113,3 @@ class ScriptedAgent:
 
     async def close(self) -> None:
         """Has nothing to close."""
-
-
-class CheckpointAgent:
-    """A model in this process, by the same rollout as in training: all attempts at a task are the
-    leaves of one tree."""
-
-    def __init__(
-        self, grower: Grower, *, num_samples: int, max_live_trees: int, seed: int, source: str
-    ) -> None:
-        """Args: grower: opens `num_samples` independent starts a tree; its engine and tools stay
-        the caller's to close. num_samples: attempts at each task.
-        max_live_trees: tasks under way at once.
-        """
-        self.source = source
-        self._grower = grower
-        self._num_samples = num_samples
-        self._gate = asyncio.Semaphore(max_live_trees)
-        self._seed = seed
-        self._growing: dict[str, tuple[asyncio.Task[Tree], set[int]]] = {}
-
-    async def solve(self, task: Task, sample: int) -> Attempt:
-        """Returns the leaf of that number; failed unless it is a completed answer."""
-        if task.id not in self._growing:
-            samples = set(range(self._num_samples))
-            self._growing[task.id] = (asyncio.create_task(self._grow(task)), samples)
-        growing, waiting = self._growing[task.id]
-        # The tree is let go with the last of its attempts.
-        waiting.discard(sample)
-        if not waiting:
-            del self._growing[task.id]
-        tree = await growing
-        if sample >= len(tree.leaves):
-            return Attempt(error="the tree has too few leaves")
-        path = tree.trajectories()[sample]
-        contents = tuple(path.contents)
-        last = path.steps[-1]
-        # Only these: others have no answer that a reward could judge.
-        if path.status is Status.COMPLETED:
-            reward = path.leaf.environment_reward
-            question = None if tree.task == task else tree.task.question
-            return Attempt(contents=contents, environment_reward=reward, question=question)
-        if path.status is Status.FAILED:
-            error = f"failed: {path.leaf.error}"
-        elif last.violation is not None:
-            error = f"not in the format: {last.violation}"
-        else:
-            reason = last.stop_reason.value if last.stop_reason else "unknown"
-            error = f"no answer within its limits: {reason}"
-        return Attempt(contents=contents, error=error)
-
-    async def _grow(self, task: Task) -> Tree:
-        # Here and not per attempt: a tree's samples fit in the engine together.
-        async with self._gate:
-            return await self._grower.grow(
-                task, noise_key=(self._seed, "buffer"), group_id=f"buffer/{task.id}"
-            )
-
-    async def close(self) -> None:
-        """Cancels the attempts under way."""
-        under_way = [growing for growing, _ in self._growing.values()]
-        for growing in under_way:
-            growing.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)

@@ -29,10 +29,6 @@ class Batcher(Generic[Q, A]):
     async def ask(self, question: Q) -> A:
         """Returns the answer. Raises the errors of `answer`."""
         loop = asyncio.get_running_loop()
-        # Worker and futures of a loop that has ended can never run again.
-        if self._worker is not None and self._worker.get_loop() is not loop:
-            self._waiting = []
-            self._worker = None
         answer: asyncio.Future[A] = loop.create_future()
         self._waiting.append((question, answer))
         # The worker starts only after this coroutine waits, so questions of one moment share the

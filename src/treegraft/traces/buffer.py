@@ -4,8 +4,7 @@
         buffer.add(traces)
         [[(trace, similarity)]] = buffer.search(["r5 of r2 of e9 ?"])
 
-Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory
-(`rows`).
+Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory.
 """
 
 from __future__ import annotations
@@ -26,18 +25,14 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import search_exactly
+from treegraft.tools.search.nearest import Mask, search_exactly
 from treegraft.traces.keys import check_trace
-from treegraft.traces.rows import Excluded, RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row, undo
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
-_PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
-"""A text whose vector is stored, to recognise an encoder that changed under its name."""
+_ALL = f"SELECT {COLUMNS} FROM traces ORDER BY id"
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
-_SAME = 0.999
-"""Cosine from which two vectors of the probe count as the same encoder's, whatever the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +47,47 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """Counts of a buffer, evicted traces left out."""
+    """Counts of a buffer."""
 
     num_traces: int
     num_trajectories: int
     num_terminal: int
     """Traces that hold a final answer."""
     num_tasks: int
-    steps_per_trajectory: float
-    """Mean; a step that several trajectories share counts in each."""
     sources: dict[str, SourceStats]
     """By agent, in alphabetical order."""
-    policy_versions: tuple[int, int] | None
-    """Oldest and newest of the traces of the policy being trained; None where there are none."""
-    num_evicted: int
-    """Traces that were evicted; they stay in the file, so that `roll_back` can restore them."""
     encoder: str
     dim: int
     num_bytes: int
     """On disk."""
+
+
+Excluded = str | tuple[str, ...] | None
+"""A task whose traces are not eligible, by its id or by several names; None or "": none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The facts by which a search chooses: a snapshot, one row per trace in the order they were
+    added, which later additions do not change."""
+
+    ids: npt.NDArray[np.int64]
+    """[rows] in the file, ascending."""
+    vectors: npt.NDArray[np.float32]
+    """[rows, dim] of unit length."""
+    terminal: Mask
+    """[rows] contains the final answer."""
+    tasks: npt.NDArray[np.int32]
+    """[rows] number of the task; of one without an id, of its question."""
+
+
+def _no_rows(dim: int) -> Rows:
+    return Rows(
+        ids=np.zeros(0, np.int64),
+        vectors=np.zeros((0, dim), np.float32),
+        terminal=np.zeros(0, bool),
+        tasks=np.zeros(0, np.int32),
+    )
 
 
 class TraceBuffer:
@@ -105,12 +122,11 @@ class TraceBuffer:
         if name is not None and not self.path.exists():
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
-        self._is_checked = False
         self._file = TraceFile(self.path, create=encoder is not None, is_frozen=is_frozen)
         try:
-            self.encoder_name, self.dim, self._probe = self._agree(name)
-            self._table = RowTable(self.dim)
-            self._catch_up(self._table)
+            self.encoder_name, self.dim = self._agree(name)
+            self._task_numbers: dict[str, int] = {}
+            self._rows = self._caught_up(_no_rows(self.dim))
         except BaseException:
             self._file.close()
             raise
@@ -124,9 +140,9 @@ class TraceBuffer:
         """
         return cls(path, encoder=None)
 
-    def _agree(self, name: str | None) -> tuple[str, int, npt.NDArray[np.float32]]:
-        """Returns name, dimensions and probe of the file's encoder, which in a new file is ours;
-        raises DataError where ours is another one.
+    def _agree(self, name: str | None) -> tuple[str, int]:
+        """Returns name and dimensions of the file's encoder, which in a new file is ours; raises
+        DataError if ours is another one.
 
         Args:
             name: of our encoder, where that is not loaded yet.
@@ -140,18 +156,18 @@ class TraceBuffer:
                     code="buffer-without-encoder",
                 )
             ours = self._encoder = self._encoder or build_encoder(str(name))
-            probe = _encode(ours, [_PROBE])[0].astype("<f4").tobytes()
-            self._file.add_meta({"encoder": ours.name, "dim": ours.dim, "probe": probe})
+            self._file.add_meta({"encoder": ours.name, "dim": ours.dim})
             meta = self._file.meta()  # another process may have been first
         try:
             theirs = str(meta["encoder"])
             dim = int(meta["dim"])
-            vector = np.frombuffer(meta["probe"], "<f4")
-            if len(vector) != dim:
-                raise ValueError(f"{dim} dimensions and a vector of {len(vector)} numbers")
+            # Before room is made for vectors of a length that a hostile file may name.
+            lengths = self._file.query("SELECT length(vector) FROM vectors LIMIT 1")
+            if lengths and lengths[0][0] != 4 * dim:
+                raise ValueError(f"{dim} dimensions and a vector of {lengths[0][0]} bytes")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        # By name alone; `load_encoder` compares vectors.
+        # By name alone: a model of that name with other weights is not noticed.
         wanted = theirs if name is None else encoder_name(name)
         if self._encoder is not None:
             wanted = self._encoder.name
@@ -162,21 +178,44 @@ class TraceBuffer:
                 " build the buffer again",
                 code="buffer-other-encoder",
             )
-        return theirs, dim, vector
+        return theirs, dim
 
-    def _catch_up(self, table: RowTable) -> None:
-        """Appends the traces in the file beyond the table's last row: this process's
-        additions, and those of others."""
-        last = int(table.rows.ids[-1]) if len(table.rows) else -1
+    def _caught_up(self, rows: Rows) -> Rows:
+        """Returns the rows with those after them for the traces in the file beyond the last one:
+        this process's additions, and those of others."""
+        last = int(rows.ids[-1]) if len(rows.ids) else -1
         columns = self._file.query(
-            "SELECT id, evicted_at IS NULL, terminal, CASE task_id WHEN '' THEN asked_by(key) ELSE"
-            " task_id END FROM traces WHERE id > ? ORDER BY id",
+            "SELECT id, terminal, CASE task_id WHEN '' THEN asked_by(key) ELSE task_id END"
+            " FROM traces WHERE id > ? ORDER BY id",
             (last,),
         )
-        if columns:
-            ids, live, terminal, tasks = zip(*columns, strict=True)
-            vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
-            table.append(ids, vectors, live, terminal, tasks)
+        if not columns:
+            return rows
+        ids, terminal, tasks = zip(*columns, strict=True)
+        vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
+        known = self._task_numbers
+        numbers = [known.setdefault(one, len(known)) for one in tasks]
+        # Always new arrays: readers search the old ones at the same time.
+        return Rows(
+            ids=np.concatenate([rows.ids, np.array(ids, np.int64)]),
+            vectors=np.concatenate([rows.vectors, vectors]),
+            terminal=np.concatenate([rows.terminal, np.array(terminal, bool)]),
+            tasks=np.concatenate([rows.tasks, np.array(numbers, np.int32)]),
+        )
+
+    def _eligible(
+        self, rows: Rows, allow_terminal: bool, exclude_tasks: Sequence[Excluded]
+    ) -> list[Mask]:
+        """Returns [rows] for each query: those that it may find, without the traces of its
+        excluded task."""
+        base = np.ones(len(rows.ids), bool) if allow_terminal else ~rows.terminal
+        # One mask per task, not per query: the samples of a group ask about the same task.
+        masks = dict[Excluded, Mask]()
+        for task in set(exclude_tasks):
+            names = task if isinstance(task, tuple) else (task or "",)
+            numbers = [self._task_numbers.get(name, -1) for name in names if name]
+            masks[task] = base & ~np.isin(rows.tasks, numbers) if numbers else base
+        return [masks[task] for task in exclude_tasks]
 
     # ------------------------------------------------------------------ writing
 
@@ -213,7 +252,7 @@ class TraceBuffer:
         # The encoder's loading is not a part of the transaction, for which others wait.
         self.load_encoder()
         with self._file.transaction() as connection:
-            ids = self._file.live_ids(list(by_hash))
+            ids = self._file.ids_of(list(by_hash))
             new = [name for name in by_hash if name not in ids]
             vectors = self._encode([by_hash[name].key for name in new])
             for name, vector in zip(new, vectors, strict=True):
@@ -233,40 +272,17 @@ class TraceBuffer:
                 connection.execute(
                     "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step + facts
                 )
-        self._catch_up(self._table)
+        self._rows = self._caught_up(self._rows)
         return len(new)
 
-    def evict(self, capacity: int, *, source: str, update: int) -> int:
-        """Keeps at most `capacity` traces of a source, and returns the number of evicted ones: the
-        oldest policy's first, of these the least rewarded, of these the ones stored first. A step
-        of several trajectories counts as the youngest and the best of them. Evicted traces stay in
-        the file, marked, so that `roll_back` can restore them."""
-        with self._writing:
-            self._catch_up(self._table)
-            rows = self._file.query(
-                "SELECT t.id, max(m.policy_version) AS version, max(m.reward) AS best FROM traces t"
-                " JOIN members m ON m.trace = t.id WHERE t.source = ? AND t.evicted_at IS NULL"
-                " GROUP BY t.id ORDER BY version IS NOT NULL, version, best, t.id",
-                (source,),
-            )
-            leaving = [row[0] for row in rows[: max(0, len(rows) - capacity)]]
-            if leaving:
-                marks = [(update, one) for one in leaving]
-                with self._file.transaction() as connection:
-                    connection.executemany("UPDATE traces SET evicted_at = ? WHERE id = ?", marks)
-                self._table.evict(leaving)
-        return len(leaving)
-
     def roll_back(self, update: int) -> None:
-        """Undoes the additions and evictions of updates after this one."""
+        """Undoes the additions of updates after this one."""
         # In one transaction: a kill leaves either state.
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
-            # Filled before it is put in place: a search meanwhile sees the old rows or the new.
-            table = RowTable(self.dim)
-            self._catch_up(table)
-            self._table = table
+            # Filled before they are put in place: a search meanwhile sees the old rows or the new.
+            self._rows = self._caught_up(_no_rows(self.dim))
 
     # ------------------------------------------------------------------ reading
 
@@ -308,9 +324,8 @@ class TraceBuffer:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         tasks = exclude_tasks or [None] * len(vectors)
         # Taken once: another thread may put other rows in their place.
-        table = self._table
-        rows = table.rows
-        masks = table.eligible(rows, allow_terminal, tasks)
+        rows = self._rows
+        masks = self._eligible(rows, allow_terminal, tasks)
         close: list[list[tuple[int, float]]] = []
         for places, similarities in search_exactly(rows.vectors, vectors, masks, k):
             is_close = similarities >= min_similarity
@@ -333,9 +348,8 @@ class TraceBuffer:
         `search`.
         """
         tasks = exclude_tasks or [None] * len(seeds)
-        table = self._table
-        rows = table.rows
-        masks = table.eligible(rows, allow_terminal, tasks)
+        rows = self._rows
+        masks = self._eligible(rows, allow_terminal, tasks)
         picks: list[int | None] = []
         for seed, mask in zip(seeds, masks, strict=True):
             ids = rows.ids[mask]
@@ -348,33 +362,30 @@ class TraceBuffer:
         that is not in the buffer."""
         rows = self._file.query(
             f"SELECT m.position, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace WHERE"
-            " m.source = ? AND m.task_id = ? AND m.trajectory = ? AND m.position > ? AND"
-            " t.evicted_at IS NULL ORDER BY m.position, t.id",
+            " m.source = ? AND m.task_id = ? AND m.trajectory = ? AND m.position > ?"
+            " ORDER BY m.position, t.id",
             (trace.source, trace.task_id, trace.trajectory, trace.position),
         )
         steps = [trace]
         for position, group in groupby(rows, key=lambda row: int(row[0])):
-            # A step of no text was left out, or is evicted: what follows does not fit.
+            # A step of no text was left out: what follows does not fit.
             if position != trace.position + len(steps):
                 break
             steps.append(self._file.to_trace(next(group)[1:]))
         return tuple(steps)
 
-    def trajectories(
-        self, task_id: str | None = None, *, with_evicted: bool = False
-    ) -> Iterator[tuple[Trace, ...]]:
+    def trajectories(self, task_id: str | None = None) -> Iterator[tuple[Trace, ...]]:
         """Gives each trajectory's steps in order, by source, task and name; a step that several
         share comes in each, with the reward and the policy's version of that one.
 
         Args:
             task_id: of one task alone; None for all.
-            with_evicted: also those that were there once.
         """
         rows = self._file.query(
             "SELECT t.key, t.value, m.reward, m.source, m.task_id, m.position, t.terminal,"
             " m.trajectory, m.policy_version FROM members m JOIN traces t ON t.id = m.trace WHERE"
-            " (? OR evicted_at IS NULL) AND ifnull(m.task_id = ?, 1) ORDER BY 4, 5, 8, 6, t.id",
-            (with_evicted, task_id),
+            " ifnull(m.task_id = ?, 1) ORDER BY 4, 5, 8, 6, t.id",
+            (task_id,),
         )
         for _, group in groupby(rows, key=lambda row: (row[3], row[4], row[7])):
             yield tuple(map(self._file.to_trace, group))
@@ -392,50 +403,36 @@ class TraceBuffer:
         return int(getattr(self._encoder, "num_cut", 0))
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._table.rows.live))
+        return len(self._rows.ids)
 
     def __iter__(self) -> Iterator[Trace]:
         """Gives all traces in the order they were added."""
-        last = -1
-        # In pages, not with an open cursor: the buffer may be written to between two of them.
-        while True:
-            rows = self._file.query(
-                f"SELECT id, {COLUMNS} FROM traces WHERE id > ? AND evicted_at IS NULL ORDER BY id"
-                " LIMIT 1000",
-                (last,),
-            )
-            yield from (self._file.to_trace(row[1:]) for row in rows)
-            if not rows:
-                return
-            last = rows[-1][0]
+        # At once, not with an open cursor: the buffer may be written to between two traces.
+        yield from map(self._file.to_trace, self._file.query(_ALL))
 
     def stats(self) -> BufferStats:
         """Returns the counts of the buffer."""
-        live = "FROM traces WHERE evicted_at IS NULL"
-        terminal, tasks, oldest, newest = self._file.query(
-            "SELECT total(terminal), count(DISTINCT task_id), min(policy_version),"
-            f" max(policy_version) {live}"
+        terminal, tasks = self._file.query(
+            "SELECT total(terminal), count(DISTINCT task_id) FROM traces"
         )[0]
-        trajectories = self._file.query(
-            "SELECT source, count(*), sum(num) FROM ("
-            "SELECT m.source, count(*) AS num FROM members m JOIN traces t ON t.id = m.trace "
-            "WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id, m.trajectory) GROUP BY source"
+        # Of the members: a step that several trajectories share counts in each.
+        counts = self._file.query(
+            "SELECT source, count(DISTINCT task_id || char(0) || trajectory) FROM members"
+            " GROUP BY source"
         )
-        counts = {source: num for source, num, _ in trajectories}
-        num_trajectories = sum(counts.values())
-        sources = self._file.query(
-            f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
-        )
+        num_trajectories = dict(counts)
+        sources: dict[str, SourceStats] = {}
+        for name, num, mean in self._file.query(
+            "SELECT source, count(*), avg(reward) FROM traces GROUP BY source ORDER BY source"
+        ):
+            sources[name] = SourceStats(num, num_trajectories.get(name, 0), mean)
         files = [self.path, self.path.with_name(f"{self.path.name}-wal")]
         return BufferStats(
             num_traces=len(self),
-            num_trajectories=num_trajectories,
+            num_trajectories=sum(num_trajectories.values()),
             num_terminal=int(terminal),
             num_tasks=int(tasks),
-            steps_per_trajectory=sum(num for _, _, num in trajectories) / max(1, num_trajectories),
-            sources={name: SourceStats(k, counts.get(name, 0), mean) for name, k, mean in sources},
-            policy_versions=None if newest is None else (oldest, newest),
-            num_evicted=len(self._table.rows) - len(self),
+            sources=sources,
             encoder=self.encoder_name,
             dim=self.dim,
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
@@ -443,7 +440,7 @@ class TraceBuffer:
 
     def checksum(self, update: int | None = None) -> str:
         """Returns a checksum of all that a search depends on - traces in their order, vectors,
-        trajectories, evictions, encoder -, as it was after an update; None: as it is."""
+        trajectories, encoder -, as it was after an update; None: as it is."""
         last = (1 << 62) if update is None else update
         return self._file.checksum(f"{self.encoder_name} {self.dim}", last)
 
@@ -485,25 +482,19 @@ class TraceBuffer:
     # ------------------------------------------------------------------ embedding
 
     def load_encoder(self) -> Encoder:
-        """Returns the encoder, loaded by now. Raises DataError where it is not that of the file,
-        and as `build_encoder` does."""
+        """Returns the encoder, loaded by now. Raises DataError if it is not that of the file, and
+        as `build_encoder` does."""
         with self._encoding:
             if self._encoder is None:
                 self._encoder = build_encoder(self.encoder_name)
-            encoder = self._encoder
-            if not self._is_checked:
-                # The name may mean other weights by now: a folder trained on, a hub id moved.
-                fits = encoder.dim == self.dim
-                cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
-                if cosine < _SAME:
-                    raise DataError(
-                        f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other"
-                        f" vectors than when the buffer was built ({encoder.dim} dimensions, cosine"
-                        f" {cosine:.3f} for one text); use the model of then, or build it again",
-                        code="encoder-changed",
-                    )
-                self._is_checked = True
-            return encoder
+            if self._encoder.dim != self.dim:
+                raise DataError(
+                    f"buffer '{self.path}': the encoder '{self.encoder_name}' gives vectors of"
+                    f" {self._encoder.dim} numbers, expected {self.dim} as when the buffer was"
+                    " built; use the model of then, or build it again",
+                    code="encoder-changed",
+                )
+            return self._encoder
 
     def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         encoder = self.load_encoder()

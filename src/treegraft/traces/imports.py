@@ -101,14 +101,13 @@ def import_files(
     source: str | None = None,
     num_best: int = 5,
     min_reward: float = 0.0,
-    seed: int = 0,
 ) -> ImportReport:
     """Adds the trajectories of files and run folders to the buffer, each file in one go.
 
     Args:
         source: which agent wrote them; None for the name of each file or folder.
         num_best: trajectories stored of each task of a file, the best by reward, ties broken by the
-            seed; rows without a task id are all stored.
+            trajectories' names; rows without a task id are all stored.
         min_reward: only trajectories with a reward above it are stored.
 
     Raises:
@@ -119,7 +118,7 @@ def import_files(
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
         traces: list[Trace] = []
-        for one in _best(read_file(path, report), num_best, min_reward, seed, report):
+        for one in _best(read_file(path, report), num_best, min_reward, report):
             traces += _traces(one, name)
         report.store(buffer, traces)
     return report
@@ -213,12 +212,11 @@ def _read_row(line: str, stem: str, number: int) -> Iterator[Read]:
     elif "steps" in row:
         question = row["question"]
         contents = read_steps(row["steps"])
-    elif "text" in row or "output" in row:
-        text = text_of(row["text"] if "text" in row else row["output"], "text")
+    elif "text" in row:
         question = row["question"]
-        contents = read_trajectory(text)
+        contents = read_trajectory(text_of(row["text"], "text"))
     else:
-        raise ValueError("neither messages, conversations, steps, text nor output")
+        raise ValueError("neither messages, conversations, steps nor text")
     reward = None if row.get("reward") is None else float(row["reward"])
     # JSON of Python has NaN, and no trajectory is better or worse than it.
     if reward is not None and not math.isfinite(reward):
@@ -260,13 +258,13 @@ def _of_path(path: Trajectory, number: int, name: str) -> Read:
 
 
 def _best(
-    found: Iterator[Read], num_best: int, min_reward: float, seed: int, report: ImportReport
+    found: Iterator[Read], num_best: int, min_reward: float, report: ImportReport
 ) -> list[Read]:
     """Returns the trajectories to keep, in the order of the file."""
 
     def rank(numbered: tuple[int, Read]) -> tuple[float, int]:
         one = numbered[1]
-        return -_reward(one), keyed_int(seed, "tie", one.task_id, one.name)
+        return -_reward(one), keyed_int(0, "tie", one.task_id, one.name)
 
     chosen: list[tuple[int, Read]] = []
     groups: dict[str, list[tuple[int, Read]]] = {}
@@ -313,22 +311,16 @@ def _traces(found: Read, source: str) -> Iterator[Trace]:
 # ---------------------------------------------------------------------- shapes of rows
 
 
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-"""Of ShareGPT; "system", "tool" and the roles of chat messages are themselves."""
-_KNOWN = (*ROLES, "function")
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Of ShareGPT; "system" and the roles of chat messages are themselves."""
 
 
 def _messages(turns: Any) -> list[dict[str, Any]]:
     """The turns of a conversation as ShareGPT has them, as chat messages."""
     found: list[dict[str, Any]] = []
     for turn in turns:
-        check_role(turn["from"], (*_ROLES, *_KNOWN))
-        message = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-        if turn["from"] == "function_call":
-            calls = json.loads(turn["value"])
-            called = [{"function": one} for one in (calls if isinstance(calls, list) else [calls])]
-            message |= {"content": "", "tool_calls": called}
-        found.append(message)
+        check_role(turn["from"], (*_ROLES, *ROLES))
+        found.append({"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
     return found
 
 
@@ -354,7 +346,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
             tagged.clear()
 
     for message in messages:
-        check_role(message["role"], _KNOWN)
+        check_role(message["role"], ROLES)
     said = [one for one in messages if one["role"] not in SYSTEM_ROLES]
     if not said:
         raise ValueError("no question")
@@ -371,7 +363,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         text = message_text(message.get("content"))
         if role == "assistant" and message.get("tool_calls"):
             first = place + 1
-            while place + 1 < len(said) and said[place + 1]["role"] in ("tool", "function"):
+            while place + 1 < len(said) and said[place + 1]["role"] == "tool":
                 place += 1
             read_tags()
             steps.append(_step_of_calls(message, text, said[first : place + 1]))
@@ -426,13 +418,9 @@ def _step_of_calls(
         calls.append(ToolCall(text_of(function["name"], "name"), body))
     ids = [call.get("id") for call in message["tool_calls"]]
     names = [one.get("tool_call_id") for one in results]
-    # Without ids that tell the calls apart, results are in the order of the calls.
-    if all(ids) and len({*ids}) == len(ids) and all(names):
-        if unknown := [name for name in names if name not in ids]:
-            raise ValueError(f"the tool_call_id {unknown[0]!r}, expected one of {ids}")
-        results = sorted(results, key=lambda one: ids.index(one["tool_call_id"]))
-        if [one["tool_call_id"] for one in results] != ids[: len(results)]:
-            raise ValueError("two results of a call, or none before one with a result")
+    # Some files have no ids, and results in the order of the calls.
+    if any(names) and names != ids[: len(names)]:
+        raise ValueError(f"results of the calls {names}, expected them in the order {ids}")
     if len(results) > len(calls):
         raise ValueError("a tool's message without a call before it")
     return StepContent(

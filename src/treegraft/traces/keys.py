@@ -145,17 +145,12 @@ def _task_of(first: Trace, tasks: Mapping[str, Task], has_environment: bool) -> 
 
 def check_trace(trace: Trace, number: int) -> None:
     """Raises DataError for a trace that could not be found or used."""
-    problems = {
-        "its value is empty": not value_text(trace.value).strip(),
-        "its key is empty": not trace.key.strip(),
-        f"its reward is {trace.reward}": not math.isfinite(trace.reward),
-        f"its position is {trace.position}": trace.position < 0,
-    }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise DataError(
-                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position"
-                f" {trace.position}): {problem}; expected a key, a value, a finite reward and a"
-                " position of 0 or more. Leave such steps out",
-                code="trace-invalid",
-            )
+    has_text = bool(value_text(trace.value).strip()) and bool(trace.key.strip())
+    if not has_text or not math.isfinite(trace.reward) or trace.position < 0:
+        raise DataError(
+            f"trace {number} (source '{trace.source}', task '{trace.task_id}'): got the key"
+            f" {trace.key!r:.60}, the reward {trace.reward}, the position {trace.position} and the"
+            f" value {value_text(trace.value)!r:.60}; expected a key and a value with text, a"
+            " finite reward and a position of 0 or more. Leave such steps out",
+            code="trace-invalid",
+        )

@@ -35,9 +35,6 @@ from treegraft.traces.rollout_buffer import may_retrieve
 Ask = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
 """Sends an order for a tree, which JSON can hold, to any `TreeHost`, and returns its reply; also
 gets the tree's name, for errors."""
-NUM_STATES = 2
-"""States of the buffer that have files and that a host has open: those of this update's trees and
-of the update before."""
 _STATE: ContextVar[str | None] = ContextVar("state", default=None)
 """The state of the buffer that the trees of a `grow_all` are grafted from."""
 
@@ -69,12 +66,12 @@ class RemoteTrees:
 
 
 class BufferStates:
-    """The states of a run's buffer as files."""
+    """The present state of a run's buffer as a file."""
 
     def __init__(self, folder: Path) -> None:
         """Args: folder: for these files alone. What an earlier process has left there goes."""
         self._folder = folder
-        self._paths: list[Path] = []
+        self._path: Path | None = None
         self._lock = threading.Lock()
         # A run that was killed leaves its states, each as large as the buffer.
         for path in folder.glob("*.sqlite"):
@@ -88,20 +85,17 @@ class BufferStates:
         """
         with self._lock:
             path = (self._folder / f"{buffer.num_changes}.sqlite").absolute()
-            # Once for each state: an update has many trees.
-            if path not in self._paths:
+            # Once for each state: an update has many trees. All those of the last one have ended.
+            if path != self._path:
+                self.close()
                 buffer.copy_to(path)
-                self._paths.append(path)
-                self._drop(len(self._paths) - NUM_STATES)
+                self._path = path
             return str(path)
 
     def close(self) -> None:
-        """Removes the files."""
-        self._drop(len(self._paths))
-
-    def _drop(self, num: int) -> None:
-        for _ in range(num):
-            self._paths.pop(0).unlink(missing_ok=True)
+        """Removes the file."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 class _RemoteGrower(Grower):
@@ -155,7 +149,7 @@ class TreeHost:
         self._parts = parts
         self._explorer: Explorer | None = None
         """The recipe's, once it is asked for."""
-        self._buffers = _OpenStates(parts)
+        self._buffer = _OpenState(parts)
 
     @classmethod
     @asynccontextmanager
@@ -176,12 +170,12 @@ class TreeHost:
             try:
                 yield host
             finally:
-                host._buffers.close()
+                host._buffer.close()
 
     async def grow(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree, scored, and what was counted for it, as JSON can hold it."""
         state = order["state"]
-        retriever = None if state is None else await self._buffers.at(state)
+        retriever = None if state is None else await self._buffer.at(state)
         grower = self._grower(order, retriever)
         # This tree's alone: what else is under way may die with this process, and grow again.
         usage: dict[str, Any] = {}
@@ -224,13 +218,14 @@ class TreeHost:
         return {task.id: task for task in (*self._parts.train_tasks, *self._parts.eval_tasks)}
 
 
-class _OpenStates:
-    """The latest states that trees were grafted from; all share one encoder."""
+class _OpenState:
+    """The state that trees are grafted from; the next one has the same encoder."""
 
     def __init__(self, parts: Parts) -> None:
         self._settings = parts.config.buffer
         self._is_tried = parts.kind is not None
-        self._states: dict[str, BufferRetriever] = {}
+        self._state = ""
+        self._retriever: BufferRetriever | None = None
         self._encoder: Encoder | None = None
         self._opening = asyncio.Lock()
 
@@ -241,13 +236,12 @@ class _OpenStates:
             DataError: its file cannot be read.
         """
         async with self._opening:
-            if state not in self._states:
+            if self._retriever is None or state != self._state:
                 buffer = await asyncio.to_thread(self._read, Path(state))
-                self._states[state] = BufferRetriever(
-                    buffer, self._settings, is_tried=self._is_tried
-                )
-                self._drop(len(self._states) - NUM_STATES)
-            return self._states[state]
+                self.close()
+                self._state = state
+                self._retriever = BufferRetriever(buffer, self._settings, is_tried=self._is_tried)
+            return self._retriever
 
     def _read(self, path: Path) -> TraceBuffer:
         buffer = TraceBuffer(path, self._encoder, is_frozen=True)
@@ -255,11 +249,8 @@ class _OpenStates:
         return buffer
 
     def close(self) -> None:
-        """Closes the files."""
-        self._drop(len(self._states))
-
-    def _drop(self, num: int) -> None:
-        for state in list(self._states)[: max(0, num)]:
-            retriever = self._states.pop(state)
-            retriever.close()
-            retriever.buffer.close()
+        """Closes the file."""
+        if self._retriever is not None:
+            self._retriever.close()
+            self._retriever.buffer.close()
+            self._retriever = None

@@ -16,9 +16,8 @@ from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
 from treegraft.settings.explore import BufferSettings
 from treegraft.traces.batches import Batcher
-from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.buffer import Excluded, TraceBuffer
 from treegraft.traces.keys import asked_by, retrieval_key
-from treegraft.traces.rows import Excluded
 
 NUM_TRIES = 4
 """Nearest steps that an environment tries; each costs a copy of it, and the first that comes true

@@ -3,7 +3,6 @@ that is made or grown, in a run's folder or in a temporary one."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import weakref
@@ -18,13 +17,10 @@ from typing import Literal
 from treegraft.assemble import Parts
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, about, nearest_file
-from treegraft.core.files import parse_json, write_atomically
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
 from treegraft.settings.config import Config
 from treegraft.settings.explore import BuildSettings, retrieving, takes_warmup_of_buffer
-from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
@@ -45,8 +41,6 @@ BUFFER = "buffer"
 """Its name among the inputs of a resume, wherever it is."""
 OWN = "self"
 """Source of the agent's own traces."""
-NUM_CHECKED = 8
-"""Tasks whose expert is tried in their environments before the run."""
 
 
 def may_retrieve(config: Config) -> bool:
@@ -60,8 +54,8 @@ def may_retrieve(config: Config) -> bool:
 
 def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
     """Returns where a run's buffer comes from, and what reads it."""
-    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
     by_suffix: BufferOrigin = "import" if named_file(config).suffix == ".jsonl" else "file"
+    without_file: dict[str, BufferOrigin] = {"": "none", "expert": "expert", "self": "self"}
     reads: dict[BufferReader, bool] = {
         "explorer": may_retrieve(config),
         "lessons": config.loss.lesson_coef > 0,
@@ -74,40 +68,6 @@ def buffer_use(config: Config) -> tuple[BufferOrigin, frozenset[BufferReader]]:
 def named_file(config: Config) -> Path:
     """Returns what buffer.path names."""
     return Path(os.path.expandvars(config.buffer.path)).expanduser()
-
-
-def buffer_file(path: Path) -> Path:
-    """Returns the file of a Step-Trace Buffer, given itself, its folder or the folder of a run that
-    uses it.
-
-    Raises:
-        DataError: a folder in which there is none.
-    """
-    if not path.is_dir():
-        return path
-    used = _noted(path / "buffer.json")
-    places = [path / OWN_FILE, path / OWN_FILE.name, *([path / used] if used else [])]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise DataError(
-            f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
-            f" folder of a run that retrieves, such as one with {OWN_FILE}",
-            code="folder-without-buffer",
-        )
-    return found
-
-
-def _noted(record: Path) -> str:
-    """The path in a run's note about its buffer; empty without a note."""
-    if not record.is_file():
-        return ""
-    try:
-        return str(dict(parse_json(record.read_bytes()))["path"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"'{record}' is damaged ({error!r}); expected the note of a run about its buffer.",
-            code="buffer-note-damaged",
-        ) from error
 
 
 class RolloutBuffer:
@@ -252,21 +212,6 @@ class RolloutBuffer:
         with TraceBuffer(path, self._config.buffer.encoder) as buffer:
             return {BUFFER: buffer.checksum(update if self.is_own else None)}
 
-    async def check_expert(self, environments: SessionOpener | None) -> None:
-        """Makes the expert's calls at the first tasks in their environments, where the buffer will
-        be built of them.
-
-        Raises:
-            DataError: results that differ, by task and call.
-        """
-        # Before the warm-up, which may take hours.
-        if environments is None or self.origin != "expert" or not self._is_to_make:
-            return
-        agent = ScriptedAgent(self._source, seed=self._config.run.seed)
-        tasks = self._source.train_tasks()[:NUM_CHECKED]
-        solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
-        await show(environments, solved)
-
     # ------------------------------------------------------------------ making and opening
 
     async def build(self, parts: Parts) -> None:
@@ -291,7 +236,6 @@ class RolloutBuffer:
             return
         with await self._taken(update, parts) as buffer:
             self._refuse_empty(buffer)
-            self._note(buffer)
             has_world = bool(self._config.environment.kind)
             self.buffer = buffer
             self.retriever = BufferRetriever(buffer, self._config.buffer, is_tried=has_world)
@@ -314,7 +258,7 @@ class RolloutBuffer:
             await self._make(update, parts)
         buffer = TraceBuffer(self._own, self._encoder)
         if not is_new:
-            # Later updates are run again, and add and evict the same traces again. A new copy may
+            # Later updates are run again, and add the same traces again. A new copy may
             # hold the marks of another run's updates, which must stay.
             buffer.roll_back(update)
         return buffer
@@ -336,13 +280,12 @@ class RolloutBuffer:
     async def _fill(self, buffer: TraceBuffer, parts: Parts) -> None:
         """Adds the steps of a .jsonl file or of the expert; one of the agent's own trajectories
         alone begins empty."""
-        seed = self._config.run.seed
-        of = self._config.buffer.build
         if self.origin == "import":
-            place = named_file(self._config)
-            best = of.num_best
-            import_files([place], buffer, num_best=best, min_reward=of.min_reward, seed=seed)
+            of = self._config.buffer.build
+            file = named_file(self._config)
+            import_files([file], buffer, num_best=of.num_best, min_reward=of.min_reward)
         elif self.origin == "expert":
+            seed = self._config.run.seed
             agent = ScriptedAgent(self._source, seed=seed, environments=parts.environments)
             asked = ScoredAgent(agent=agent, format=parts.format, scorer=parts.scorer)
             # Its expert has no chance in it, so one attempt is all there is.
@@ -357,13 +300,6 @@ class RolloutBuffer:
                 code="buffer-empty",
             )
 
-    def _note(self, buffer: TraceBuffer) -> None:
-        """Writes buffer.json, the buffer's place, into the run's folder when the run begins."""
-        if self.folder is None or (place := self.folder / "buffer.json").exists():
-            return
-        note = {"path": os.path.relpath(buffer.path, self.folder), "num_traces": len(buffer)}
-        write_atomically(place, json.dumps(note, indent=2) + "\n")
-
     def checksums(self) -> dict[str, str]:
         """Returns the buffer's checksum for a checkpoint; empty if none is used."""
         # A buffer that is only read is hashed once; a growing one costs its new traces.
@@ -374,8 +310,8 @@ class RolloutBuffer:
     # ------------------------------------------------------------------ while trees grow
 
     def grow(self, trees: Sequence[Tree], update: int) -> list[tuple[Trace, ...]]:
-        """Adds the update's best trajectories where the recipe says so, evicts what exceeds the
-        capacity, and returns the traces of each."""
+        """Adds the update's best trajectories where the recipe says so, and returns the traces of
+        each."""
         settings = self._config.buffer.grow
         if self.buffer is None or not settings.num_best:
             return []
@@ -383,7 +319,6 @@ class RolloutBuffer:
             trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
         )
         self.buffer.add(chain.from_iterable(found), update=update)
-        self.buffer.evict(settings.capacity, source=OWN, update=update)
         return found
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment
 loses at most the chunk in flight.
 
-meta      format, encoder, dimensions, and one vector that recognises another model of that name
-traces    one row per content; evicted ones stay, marked, so that a resumed run can undo it
+meta      format, encoder and dimensions
+traces    one row per content (evicted_at is of versions before 0.8, and of no use)
 members   the trajectories that a trace is a step of: equal steps of several trajectories are one
           trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
@@ -176,14 +176,12 @@ class TraceFile:
             text = f"buffer '{self.path}': {error}; {doubt}"
             raise DataError(text, code="buffer-busy") from error
         except sqlite3.DatabaseError as error:
-            with suppress(OSError), self.path.open("rb") as file:
-                # An empty file is a database to SQLite, so a short beginning counts as one.
-                if not b"SQLite format 3\0".startswith(file.read(16)):
-                    raise DataError(
-                        f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
-                        " another path",
-                        code="buffer-foreign",
-                    ) from error
+            if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
+                raise DataError(
+                    f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
+                    " another path",
+                    code="buffer-foreign",
+                ) from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
                 " copy, or build it again",
@@ -224,26 +222,17 @@ class TraceFile:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
-    def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
-        """Returns the ids of the content hashes that are in the file and not evicted."""
+    def ids_of(self, hashes: Sequence[str]) -> dict[str, int]:
+        """Returns the ids of the content hashes that are in the file."""
         marks = ",".join("?" * len(hashes))
-        return dict(
-            self.query(
-                f"SELECT hash, id FROM traces WHERE evicted_at IS NULL AND hash IN ({marks})",
-                hashes,
-            )
-        )
+        return dict(self.query(f"SELECT hash, id FROM traces WHERE hash IN ({marks})", hashes))
 
     def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
         """Returns the traces of these rows."""
-        found: dict[int, Trace] = {}
-        # SQLite limits the marks of a statement: 999 in builds that are still about.
-        for first in range(0, len(ids), 500):
-            some = list(ids[first : first + 500])
-            marks = ",".join("?" * len(some))
-            for row in self.query(f"SELECT id, {COLUMNS} FROM traces WHERE id IN ({marks})", some):
-                found[row[0]] = self.to_trace(row[1:])
-        return found
+        # Few of them: SQLite limits the marks of a statement to 32,766.
+        marks = ",".join("?" * len(ids))
+        rows = self.query(f"SELECT id, {COLUMNS} FROM traces WHERE id IN ({marks})", ids)
+        return {row[0]: self.to_trace(row[1:]) for row in rows}
 
     def to_trace(self, row: Sequence[Any]) -> Trace:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
@@ -289,7 +278,6 @@ class TraceFile:
             with copy:
                 if update is not None:
                     undo(copy, update)
-                copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
                 # Another run counts its updates from 1 again.
                 copy.execute("UPDATE traces SET added_at = NULL")
                 copy.execute("UPDATE members SET added_at = NULL")
@@ -297,7 +285,7 @@ class TraceFile:
 
     def checksum(self, head: str, update: int) -> str:
         """Returns a checksum of `head` and of all that there was after an update: traces in their
-        order, vectors, trajectories, evictions."""
+        order, vectors, trajectories."""
         traces = hashlib.blake2b(digest_size=16)
         whole = hashlib.blake2b(digest_size=16)
         with self._lock, self._translated_errors():
@@ -310,13 +298,12 @@ class TraceFile:
                 traces.update(repr(tuple(row)).encode("utf-8", "surrogatepass"))
                 traces.update(vector or b"")
             whole.update(traces.digest() + head.encode())
-            for sql in (
-                "SELECT id, evicted_at FROM traces WHERE evicted_at <= ? ORDER BY id",
+            for row in self._connection.execute(
                 "SELECT * FROM members WHERE added_at IS NULL OR added_at <= ? ORDER BY source,"
                 " task_id, trajectory, position, trace",
+                (update,),
             ):
-                for row in self._connection.execute(sql, (update,)):
-                    whole.update(repr(row).encode("utf-8", "surrogatepass"))
+                whole.update(repr(row).encode("utf-8", "surrogatepass"))
         return whole.hexdigest()
 
     def fold(self) -> None:
@@ -351,13 +338,12 @@ def _fold(connection: sqlite3.Connection) -> None:
 
 
 def undo(connection: sqlite3.Connection, update: int) -> None:
-    """Undoes the additions and evictions of updates after this one."""
+    """Undoes the additions of updates after this one."""
     later = "(SELECT id FROM traces WHERE added_at > ?)"
     for statement in (
         f"DELETE FROM vectors WHERE id IN {later}",
         "DELETE FROM members WHERE added_at > ?",
         "DELETE FROM traces WHERE added_at > ?",
-        "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
     ):
         connection.execute(statement, (update,))
 

@@ -23,7 +23,6 @@ class _LossFields(Settings):
 APPO = OutcomeKind(
     compare="treegraft.extras.methods.appo_math:compared",
     finish="treegraft.extras.methods.appo_math:with_prefix_credit",
-    attributions=("soft",),
 )
 
 

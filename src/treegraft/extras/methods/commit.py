@@ -222,7 +222,6 @@ def register(registry: Registry) -> None:
             begins_below=True,
             compares_together=True,
             teaches=lambda config: True,
-            begins_calls=True,
         ),
         table=CommitSettings,
     )

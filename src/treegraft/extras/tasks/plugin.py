@@ -26,7 +26,6 @@ def register(registry: Registry) -> None:
         "arithmetic",
         "treegraft.extras.tasks.arithmetic:arithmetic_tasks",
         generated=True,
-        toolless=True,
         table=ReasoningGymSettings,
         needs=_needs,
     )

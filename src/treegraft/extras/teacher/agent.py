@@ -10,7 +10,7 @@ from typing import Any
 from treegraft import SettingError, Task, ToolUnavailable
 from treegraft.extras.chat import ChatClient, ChatError, ChatReply, served_model
 from treegraft.extras.teacher.replies import TagProtocol, ToolCallProtocol, plain_text
-from treegraft.parts import agents, judging, keyed
+from treegraft.parts import agents, keyed
 
 AGENT = "buffer.build.agent"
 _REFUSES_REQUEST = (400, 413, 422)
@@ -132,7 +132,7 @@ class Teacher:
         await self._client.close()
 
 
-def teacher_of(parts: judging.Parts) -> Teacher:
+def teacher_of(parts: agents.Parts) -> Teacher:
     """Returns the teacher that [buffer.build] of a recipe describes.
 
     Raises:
@@ -164,7 +164,7 @@ def teacher_of(parts: judging.Parts) -> Teacher:
     )
 
 
-def _protocol(parts: judging.Parts) -> TagProtocol | ToolCallProtocol:
+def _protocol(parts: agents.Parts) -> TagProtocol | ToolCallProtocol:
     tools = list(parts.toolbox.tools.values())
     # The tools of a chat recipe are described by the server's template, as for its own agent.
     if isinstance(parts.format, agents.ChatFormat):

@@ -15,7 +15,6 @@ from treegraft.settings.config import Config
 from treegraft.tools.environments.rehearsal import rehearse_all
 from treegraft.traces.collect import attempts_tree
 from treegraft.traces.keys import read_trajectory, split_steps, value_text
-from treegraft.traces.rollout_buffer import buffer_file
 from treegraft.traces.store import Place, TraceFile, content_from_json
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "TraceFile",
     "Written",
     "attempts_tree",
-    "buffer_file",
     "content_from_json",
     "display_on",
     "open_checkpoint",
@@ -42,7 +40,8 @@ __all__ = [
 def scores_of(model: Any, config: Config) -> tuple[Any, int | None]:
     """Returns the `Likelihood` of trees under a model, and the longest path that the model reads;
     None for any."""
-    from treegraft.policy.learn.likelihood import Likelihood
+    # torch is loaded here: `--help` does not wait for it.
+    from studies.pruning.likelihood import Likelihood
     from treegraft.policy.output_head import max_context
 
     return Likelihood(model, config.learn), max_context(model)
