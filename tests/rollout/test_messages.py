@@ -92,10 +92,10 @@ def test_messages_are_read_as_templates_take_them() -> None:
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}, ASKED], "no-usable-row"),
         (
             [{"from": "human", "value": "x"}],
-            "column-no-text",
+            "no-usable-row",
         ),
-        ({"text": "x"}, "column-no-text"),
-        (["a", "b"], "column-no-text"),
+        ({"text": "x"}, "no-usable-row"),
+        (["a", "b"], "no-usable-row"),
     ],
 )
 def test_other_lists_and_objects_are_refused(prompt: Any, code: str, tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_a_fault_of_a_conversation_is_told(prompt: Any, told: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("columns", "code"),
     [
-        ({"reference_column": "truth"}, "column-no-text"),
-        ({"reference_column": "pairs"}, "column-no-text"),
-        ({"category_column": "truth"}, "column-no-text"),
+        ({"reference_column": "truth"}, "no-usable-row"),
+        ({"reference_column": "pairs"}, "no-usable-row"),
+        ({"category_column": "truth"}, "no-usable-row"),
     ],
 )
 def test_references_and_categories_are_no_objects(
