@@ -4,7 +4,7 @@ tokens of a path."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -156,8 +156,8 @@ def spell_unread(
 
 
 def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
-    for each graft its effect and its peers.
+    """Returns a tree as it is drawn: steps without their tokens, and leaves with their rewards
+    and the effects of their grafts.
 
     Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
     compared (see `entropy_changes`), None elsewhere; `config` are the run's settings. A leaf's
@@ -187,7 +187,6 @@ def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "steps": steps,
         "leaves": leaves,
         "best": best_leaf(paths),
-        "peers": _graft_peers(paths, entropy),
     }
 
 
@@ -202,57 +201,7 @@ def _around(path: Trajectory, place: int, entropy: Mapping[str, float]) -> list[
     return [before[-1], after[0]] if before and after else []
 
 
-def _action(step: Step) -> tuple[object, ...]:
-    # Thoughts are left out: agents word them differently and still do the same.
-    calls = tuple((call.name, call.body.strip()) for call in step.content.calls)
-    return calls, step.content.answer
-
-
-def _graft_peers(
-    paths: Sequence[Trajectory], entropy: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
-    """Returns for each graft its peers, the policy's steps in its place: a graft alone says nothing
-    of its effect.
-
-    By the graft's id:
-        num: steps that the policy wrote at its depth after the same calls and results.
-        num_same: those of them with the same calls and answer as the graft.
-        rewards: of the leaves below those, without a graft on their path.
-    """
-    histories = []
-    for path in paths:
-        history = []
-        for step in path.steps[1:]:
-            # Results too: after other results the same call is another place.
-            history.append((_action(step), tuple(seen.text for seen in step.content.observations)))
-        histories.append(history)
-    found: dict[str, dict[str, Any]] = {}
-    for path, history in zip(paths, histories, strict=True):
-        for place, step in enumerate(path.steps):
-            if not _is_graft(step) or step.id in found:
-                continue
-            peers: dict[str, Step] = {}
-            rewards = []
-            for other, known in zip(paths, histories, strict=True):
-                # A history has no prompt: its first place - 1 entries come before step `place`.
-                if len(other.steps) <= place or known[: place - 1] != history[: place - 1]:
-                    continue
-                peer = other.steps[place]
-                if peer.id not in entropy:
-                    continue
-                peers[peer.id] = peer
-                is_same = _action(peer) == _action(step)
-                if is_same and other.reward is not None and not any(map(_is_graft, other.steps)):
-                    rewards.append(other.reward)
-            found[step.id] = {
-                "num": len(peers),
-                "num_same": sum(_action(peer) == _action(step) for peer in peers.values()),
-                "rewards": rewards,
-            }
-    return found
-
-
-# ---------------------------------------------------------------------- one path, and searches
+# ---------------------------------------------------------------------- one path
 
 
 def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
@@ -269,20 +218,6 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
             row["loss_mask"] = [[0, step.num_tokens]]
         found.append(row)
     return found
-
-
-def texts(tree: Tree) -> Iterator[str]:
-    """Yields the texts that a search looks into: question, thoughts, calls, results, answers,
-    violations, errors."""
-    yield tree.task.question
-    yield tree.task.id
-    for step in tree.steps:
-        yield step.content.thought
-        yield from (call.body for call in step.content.calls)
-        yield from (seen.text for seen in step.content.observations)
-        yield step.content.answer or ""
-        yield step.violation or ""
-    yield from (leaf.error or "" for leaf in tree.leaves)
 
 
 # ---------------------------------------------------------------------- warnings

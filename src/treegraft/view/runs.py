@@ -1,8 +1,7 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
 Nothing is parsed before it is needed. Opening a run lists its updates; a page of one reads its
-trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
-summaries of the last few updates stay in memory.
+trees alone. The summaries of the last few updates stay in memory.
 """
 
 from __future__ import annotations
@@ -215,8 +214,8 @@ class RunReader:
         return self._read_tree(part, number)
 
     def drawn(self, name: str, number: int) -> dict[str, Any]:
-        """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
-        for each graft its effect and its peers.
+        """Returns one tree as pages show it: steps without their tokens, and leaves with their
+        rewards and the effects of their grafts.
 
         Raises:
             DataError: there is none, or it is damaged.
@@ -247,11 +246,7 @@ class RunReader:
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of an update or evaluation, in order."""
-        return self.groups_of(self._part(name))
-
-    def groups_of(self, part: TreePart) -> list[dict[str, Any]]:
-        """Returns the same for a part that `files` listed."""
-        return self._read_groups(part)
+        return self._read_groups(self._part(name))
 
 
 def _read_tree(part: TreePart, number: int) -> Tree:

@@ -33,7 +33,6 @@ from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
 from treegraft.settings.recipe import flatten
 from treegraft.view.pages import explanations, page_warnings, path_tokens
-from treegraft.view.query import Filter, find
 from treegraft.view.runs import RunReader, RunSet
 
 _log = logging.getLogger(__name__)
@@ -132,10 +131,6 @@ def _json(data: Any, status: int = 200) -> Response:
 def _refused(_: Request) -> Response:
     error = "refused: open the address that the viewer printed at its start, token included"
     return _json({"error": error}, 403)
-
-
-def _flag(request: Request, name: str) -> bool | None:
-    return {"1": True, "0": False}.get(request.query_params.get(name, ""))
 
 
 def _whole(request: Request, name: str) -> int | None:
@@ -257,23 +252,8 @@ class Api:
         ]
 
     def groups(self, request: Request) -> Any:
-        """Trees that match, of one file or of all."""
-        asked = request.query_params
-        wanted = Filter(
-            text=asked.get("q", "")[:500],
-            status=asked.get("status", ""),
-            has_error=_flag(request, "error"),
-            has_graft=_flag(request, "graft"),
-            has_branch=_flag(request, "branch"),
-            is_mixed=_flag(request, "mixed"),
-        )
-        return find(
-            self._run(request),
-            wanted,
-            file=asked.get("file", ""),
-            cursor=asked.get("cursor", ""),
-            kinds=asked.get("kinds", "update"),
-        )
+        """A summary of each tree of a file."""
+        return self._run(request).groups(request.query_params.get("file", ""))
 
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""

@@ -4,7 +4,7 @@ import { fileTitle, get, here, link, to } from "./api.js";
 import { chosenRuns } from "./chosen.js";
 import { h, hideTip, replace } from "./dom.js";
 import { overview } from "./overview.js";
-import { groups, search, updates } from "./lists.js";
+import { groups, updates } from "./lists.js";
 import { runsPage } from "./runs.js";
 import { settingsPage } from "./settings.js";
 import { treePage } from "./tree.js";
@@ -23,7 +23,6 @@ const TABS = [
 ];
 const RUN_TABS = [
   { id: "updates", label: "Updates", address: (run) => to.updates(run) },
-  { id: "search", label: "Search", address: (run) => to.search(run) },
 ];
 const GENERAL = [
   ["?", "these keys"],
@@ -43,7 +42,6 @@ function choose(parts, query) {
   if (parts[0] !== "r" || !known) throw new Error(`There is no run "${run ?? parts[0]}" here.`);
   const ctx = { ...context, run };
   if (!kind) return { make: () => updates(page, ctx), up: to.overview(), tab: "updates", run };
-  if (kind === "s") return { make: () => search(page, ctx), up: to.updates(run), tab: "search", run };
   if (kind === "t" && number !== undefined) return { make: () => treePage(page, ctx, file, Number(number)), up: to.groups(run, file), tab: "updates", run };
   if (kind === "t") return { make: () => groups(page, ctx, file), up: to.updates(run), tab: "updates", run };
   throw new Error("There is no such page.");
@@ -95,7 +93,7 @@ function drawBar({ tab, run }, parts) {
   const one = runs.find((r) => r.name === name);
   const picker = h(
     "select",
-    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = tab === "search" ? to.search(event.target.value) : to.updates(event.target.value)) },
+    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = to.updates(event.target.value)) },
     runs.map((r) => h("option", { value: r.name }, r.folder ? `${r.folder}/${r.name}` : r.name)),
   );
   picker.value = name ?? "";

@@ -83,7 +83,6 @@ export async function treePage(page, { run, query, go }, file, n) {
   replace(page,
     h("div", { class: "title" },
       h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "group before (key p)", "aria-label": "group before" }, "‹"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "next group (key n)", "aria-label": "next group" }, "›"),
-      h("a", { href: to.search(run, { q: tree.task.id, kinds: "all" }) }, h("span", { class: "roomy" }, "this task "), "across updates"),
       tree.task.category && h("span", { class: "dim roomy" }, plain(tree.task.category)),
       h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayChoice, overlayButtons, legend)),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
