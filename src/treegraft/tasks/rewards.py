@@ -22,9 +22,9 @@ from treegraft.settings.config import Config
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
 from treegraft.tasks.reward_calls import (
-    Arguments,
     Called,
     WrittenText,
+    arguments_of,
     check_columns,
     check_function,
 )
@@ -211,7 +211,7 @@ class RewardScorer:
         trajectories = [path for path in tree.trajectories() if path.status is not Status.FAILED]
         if not trajectories:
             return tree
-        arguments = Arguments(tree.task, trajectories, self._written_text)
+        arguments = arguments_of(tree.task, trajectories, self._written_text)
         calls = (self._ask(one, arguments, len(trajectories)) for one in self._calls)
         # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
@@ -225,7 +225,7 @@ class RewardScorer:
         """Asks the functions about a tree of made completions, except those that have to be
         awaited, which may cost something. Raises `SettingError` for one that returns something
         else than a number or None for each; whatever else happens is left to the run."""
-        arguments = Arguments(tree.task, paths := tree.trajectories(), self._written_text)
+        arguments = arguments_of(tree.task, paths := tree.trajectories(), self._written_text)
         for (name, *_), function in zip(self._functions, self._calls, strict=False):
             outcomes = () if function.is_async else await self._ask(function, arguments, len(paths))
             if fault := next((one for one in outcomes if isinstance(one, _Unusable)), None):
@@ -247,13 +247,15 @@ class RewardScorer:
 
         return [is_correct(path) for path in trajectories]
 
-    async def _ask(self, function: Called, arguments: Arguments, num: int) -> list[_Outcome]:
+    async def _ask(
+        self, function: Called, arguments: Mapping[str, Any], num: int
+    ) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
         # One for all trajectories of the tree: a judge may ask about them together.
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
-                returned = await arguments.give_to(function)
+                returned = await function(arguments)
         # A user's function may raise anything; its failure is data on the leaves.
         except Exception as error:
             # A function's own TimeoutError is not told apart by its class.
