@@ -181,8 +181,6 @@ def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str
         "/tokens/update-000001/0?leaf=1e300",
         "/tokens/update-000001/0?leaf=nan",
         f"/groups?file=update-{LONG}",
-        f"/metrics?first={LONG}",
-        f"/metrics?era={LONG}&first=1",
     ],
 )
 def test_numbers_and_names_are_bounded(whole: Path, path: str) -> None:

@@ -3,14 +3,12 @@ through a label, at four widths, for trees of every shape."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.support.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.support.viewed import served, write_run
 from tests.view.test_view_browser import browser, pytestmark, show, until  # noqa: F401
@@ -22,7 +20,6 @@ from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import write_trees
 from treegraft.view.branching import content_numbers, entropy_changes
 from treegraft.view.pages import draw
-from treegraft.view.text import drawn
 
 PHONE = 390
 LAPTOP = 1280
@@ -217,17 +214,6 @@ def test_forks_of_a_deep_tree_have_their_numbers(
         page.goto("about:blank")
 
 
-def test_the_terminal_has_the_viewers_unit_and_one_line_on_all_that_was_weighed() -> None:
-    tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
-    settings = {"explore": {"entropy": {"probe_tokens": 2}}}
-    console = Console(file=io.StringIO(), width=200)
-    console.print(drawn(tree, config=settings))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 leaves, " in shown
-    assert "branched at 1 of 1 places that were weighed; entropy +0.45 to +0.45" in shown
-    assert "branch: entropy +0.45 nats a token, p " in shown
-
-
 @pytest.mark.parametrize(
     "config", [{"explore": 1}, {"explore": {"entropy": {"probe_tokens": "x"}}}]
 )
@@ -376,7 +362,6 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     arguments = ["view", str(path), "--text", "update-000001/0"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
     assert "branch: a further child of a finished step, drawn at random" in shown
-    assert "nats a token" not in shown
     page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))

@@ -223,34 +223,19 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- warnings
 
 
-def page_warnings(
-    found: Sequence[Sequence[HealthWarning]], before: Sequence[HealthWarning]
-) -> list[list[dict[str, Any]]]:
-    """Returns the warnings of each line of metrics: name, rule, text, and whether the warning
-    begins with this line.
-
-    Args:
-        found: the warnings of each line.
-        before: those of the line before the first.
-    """
-    rows = []
-    for warnings in found:
-        earlier = {one.name for one in before}
-        row = []
-        for one in warnings:
-            is_new = one.name not in earlier
-            row.append(
-                {"name": one.name, "rule": one.rule.name, "text": one.text, "is_new": is_new}
-            )
-        rows.append(row)
-        before = warnings
-    return rows
+def page_warnings(found: Sequence[HealthWarning]) -> list[dict[str, str]]:
+    """Returns the warnings of a line of metrics: name, rule and text."""
+    return [{"name": one.name, "rule": one.rule.name, "text": one.text} for one in found]
 
 
-def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str, Any]]:
+def explanations(found: Sequence[HealthWarning]) -> dict[str, dict[str, Any]]:
     """Returns the rules that occur: name -> meaning, causes and advice."""
-    rules = {one.rule.name: one.rule for warnings in found for one in warnings}
-    return {
-        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice}
-        for name, rule in sorted(rules.items())
-    }
+    rules: dict[str, dict[str, Any]] = {}
+    for one in found:
+        rule = one.rule
+        rules[rule.name] = {
+            "meaning": rule.meaning,
+            "causes": list(rule.causes),
+            "advice": rule.advice,
+        }
+    return rules

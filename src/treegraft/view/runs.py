@@ -99,15 +99,15 @@ class RunReader:
         self._metrics.refresh(self._inside("metrics.jsonl"))
         return self._metrics
 
-    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the era and all whole lines of metrics.jsonl so far."""
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns all whole lines of metrics.jsonl so far."""
         table = self.table()
-        return table.era, table.lines(range(table.num_lines))
+        return table.lines(range(table.num_lines))
 
     def clean_metrics(self) -> tuple[list[dict[str, float]], list[str]]:
         """Returns one line of numbers an update, in order, and notes on what was left out of
         metrics.jsonl."""
-        lines, notes = clean_lines(self.metrics()[1])
+        lines, notes = clean_lines(self.metrics())
         if num_damaged := self._metrics.num_damaged:
             notes.append(f"damaged lines of metrics.jsonl were left out: {num_damaged}")
         return lines, notes
@@ -159,7 +159,6 @@ class RunReader:
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = not is_over and time.time() - newest / 1e9 < _LIVE_S
         return {
-            "era": table.era,
             "num_lines": table.num_lines,
             "newest": newest,
             "update": done,

@@ -67,7 +67,6 @@ DAMAGE = (
 )
 """Errors that reading a damaged file may raise."""
 _NO_STATE: dict[str, Any] = {
-    "era": 0,
     "num_lines": 0,
     "newest": 0,
     "update": 0,
@@ -111,14 +110,7 @@ def _finite(value: Any) -> Any:
 
 def json_bytes(data: Any) -> bytes:
     """Returns data as JSON that a browser reads, whatever a damaged record contains."""
-    # Numbers that are not finite are rare: only with one of them all data are walked through.
-    try:
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode()
-    except UnicodeEncodeError:  # lone surrogates, which exist in no encoding
-        return json.dumps(_finite(data), separators=(",", ":")).encode()
-    except ValueError:
-        return json_bytes(_finite(data))
+    return json.dumps(_finite(data), separators=(",", ":")).encode()
 
 
 def _json(data: Any, status: int = 200) -> Response:
@@ -202,34 +194,23 @@ class Api:
         }
 
     def metrics(self, request: Request) -> Any:
-        """Metrics from line `first` on, with warnings; all of them if the era is another, and if
-        they are too many for one page, which then gets every stride-th."""
+        """The metrics of a run with their warnings; of too many lines for one page every stride-th,
+        and those with an evaluation or a warning."""
         run = self._run(request)
         table = run.table()
         numbers, stride = table.chosen()
-        first = _whole(request, "first") or 0
-        # After a resume the lines that the page has may no longer hold.
-        if stride > 1 or _whole(request, "era") not in (None, table.era):
-            first = 0
-        lines = table.lines(numbers[first:])
-        found = [recorded(line) for line in lines]
-        # The line before the first tells whether its warnings begin there.
-        before = recorded(table.lines([numbers[first] - 1])[0]) if first and lines else []
+        lines = table.lines(numbers)
+        for line in lines:
+            line["warnings"] = page_warnings(recorded(line))
         # The trees say how many tasks were held out; a source may have fewer than the settings.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
-        # Of the whole run, as a page asks for new lines alone and shows older warnings.
         every = dict.fromkeys(table.names(), 0.0)
         return {
-            "era": table.era,
-            "first": first,
             "stride": stride,
-            "axes": table.axes(numbers[first:]),
-            "lines": [
-                line | {"warnings": some}
-                for line, some in zip(lines, page_warnings(found, before), strict=True)
-            ],
-            "rules": explanations([recorded(every)]),
+            "axes": table.axes(numbers),
+            "lines": lines,
+            "rules": explanations(recorded(every)),
             "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 

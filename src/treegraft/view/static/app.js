@@ -127,7 +127,7 @@ function refreshLive() {
   if (place) replace(place, liveText(one));
 }
 
-const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.newest]));
+const statesOf = () => JSON.stringify(runs.map((r) => [r.num_lines, r.newest]));
 
 function showFault(text) {
   const place = document.getElementById("live");
