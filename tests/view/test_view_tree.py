@@ -214,13 +214,6 @@ def test_forks_of_a_deep_tree_have_their_numbers(
         page.goto("about:blank")
 
 
-@pytest.mark.parametrize(
-    "config", [{"explore": 1}, {"explore": {"entropy": {"probe_tokens": "x"}}}]
-)
-def test_damaged_settings_leave_the_default(config: dict[str, Any]) -> None:
-    assert entropy_changes(probed([0.5, 0.5, 0.5], [0.1, 0.1, 0.1]), config)["0.0.0"]["num"] == 3
-
-
 def test_equal_tokens_have_one_number() -> None:
     tree = flat()
     numbers = content_numbers(tree)
