@@ -20,7 +20,6 @@ OURS = ("prompts", "completions", "completion_ids", "trajectories")
 _EXTRA = "reference"
 """An argument too, where the data set has no column of that name."""
 _OF_VERL = frozenset({"solution_str", "ground_truth"})
-_TRLS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -71,8 +70,6 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
             continue
         has = ", ".join(map(str, task.columns)) or "none"
         hint = nearest(missing, [*map(str, task.columns), *OURS])
-        if missing in _TRLS_OWN:
-            hint = f" '{missing}' is an object of TRL's trainer, which does not exist here."
         raise SettingError(
             f"reward.funcs: '{name}' needs the argument '{missing}', for which task '{task.id}' has"
             f" no column; its columns are {has}.{hint} Every reward function also gets"
@@ -88,8 +85,7 @@ def scores_one(function: RewardFunc) -> bool:
 
 
 def is_async(function: RewardFunc) -> bool:
-    """Returns whether a function is a coroutine function, as those that ask a service are: such
-    a one is never tried on made completions, since a call may cost something."""
+    """Returns whether a function is a coroutine function, as those that ask a service are."""
     # The method of an object that is called is not a coroutine function itself.
     method = getattr(function, "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, method)))
@@ -160,7 +156,7 @@ class Called:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._function = function
         self._names = None if takes_all else tuple(parameters)
-        self.is_async = is_async(function)
+        self._is_async = is_async(function)
         self._scores_one = scores_one(function)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -168,7 +164,7 @@ class Called:
         if not self._scores_one:
             return await self._run(arguments)
         calls = _arguments_of_verl(arguments)
-        if self.is_async:
+        if self._is_async:
             returned = await asyncio.gather(*(self._run(call) for call in calls))
         else:
             # One after another: a function need not be safe for threads.
@@ -181,7 +177,7 @@ class Called:
         **kwargs."""
         if self._names is not None:
             arguments = {name: arguments[name] for name in self._names if name in arguments}
-        if self.is_async:
+        if self._is_async:
             return await self._function(**arguments)
         # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
         # and the process could not end.

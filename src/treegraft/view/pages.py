@@ -49,18 +49,15 @@ def best_leaf(paths: Sequence[Trajectory]) -> int | None:
     """Returns the number of the path with the highest reward; None without rewards. Ties go to a
     correct path, then to the highest advantage, then to the fewest tokens, then to the first
     path."""
-    best = None
-    least = None
-    for number, path in enumerate(paths):
-        if path.reward is None:
-            continue
-        advantage = path.advantage or 0.0
-        rank = (-path.reward, not path.leaf.is_correct, -advantage, _num_tokens(path.steps))
-        # Strictly, so that of equal paths the first one stays.
-        if least is None or rank < least:
-            best = number
-            least = rank
-    return best
+
+    def rank(number: int) -> tuple[float, bool, float, int]:
+        path = paths[number]
+        num_tokens = _num_tokens(path.steps)
+        return path.reward or 0.0, bool(path.leaf.is_correct), path.advantage or 0.0, -num_tokens
+
+    scored = [number for number, path in enumerate(paths) if path.reward is not None]
+    # Of equal ones `max` returns the first.
+    return max(scored, key=rank, default=None)
 
 
 def _leaf_row(path: Trajectory) -> dict[str, Any]:

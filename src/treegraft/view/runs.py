@@ -66,17 +66,14 @@ class RunReader:
         path = self._inside("config.json")
         try:
             found = parse_json(read_inside(path, self.path))
-        except (OSError, ValueError) as error:
+            if not all(isinstance(table, dict) for table in found.values()):
+                raise ValueError("not every entry is a table")
+        except (AttributeError, OSError, ValueError) as error:
             raise DataError(
-                f"'{path}' cannot be read ({error}); expected the settings of a run",
+                f"'{path}' cannot be read ({error}); expected the settings of a run, named tables",
                 code="run-settings-unreadable",
             ) from error
-        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise DataError(
-                f"'{path}' does not hold the settings of a run: expected named tables",
-                code="run-settings-invalid",
-            )
-        return found
+        return dict(found)
 
     def setting(self, table: str, name: str) -> int | None:
         """Returns a whole number among the settings; None if there is none."""

@@ -174,13 +174,7 @@ class SentenceEncoder:
         )
         """Longest text in tokens, its special ones included."""
         self.name = name
-        # Renamed in sentence-transformers 6.
-        of_dim = (
-            "get_embedding_dimension"
-            if hasattr(self._model, "get_embedding_dimension")
-            else "get_sentence_embedding_dimension"
-        )
-        self.dim = int(getattr(self._model, of_dim)())
+        self.dim = int(self._model.get_embedding_dimension())
         self.num_cut = 0
         """Texts so far that were cut."""
         self._cache: OrderedDict[str, _Encoded] = OrderedDict()
