@@ -325,9 +325,8 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     page.wait_for_selector(".part.result.error")
     assert "no such entity" in text(page, ".part.result.error")
     refused = (
-        "after the result of search entropy did not change against the start of the trajectory"
-        " (0.15 \u2192 0.15, mean of the first 2 tokens), so P = 0.47 is not above the threshold"
-        " 0.50"
+        "entropy fell by 0.125 in the rule's unit against the start of the trajectory, so P = 0.47"
+        " is not above the threshold 0.50"
     )
     assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(
         page, ".leaffacts"

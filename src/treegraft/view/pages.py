@@ -13,7 +13,6 @@ from treegraft.core.columns import FILLERS, Origin
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, StoredCause, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.tree_json import step_to_dict
-from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (
     "id",
@@ -152,25 +151,33 @@ def spell_unread(
             row["wrote"] = decode(step.token_ids.tolist())
 
 
-def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def content_numbers(tree: Tree) -> dict[str, int]:
+    """Returns for each step a number that it shares with the steps of the same tokens by the same
+    authors."""
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    found = {}
+    for step in tree.steps:
+        key = (step.token_ids.tobytes(), step.origins.tobytes())
+        found[step.id] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def draw(tree: Tree) -> dict[str, Any]:
     """Returns a tree as it is drawn: steps without their tokens, and leaves with their rewards
     and the effects of their grafts.
 
-    Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
-    compared (see `entropy_changes`), None elsewhere; `config` are the run's settings. A leaf's
-    `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
-    policy's last step before the graft and its first after it (RAPO's H- and H+).
+    Steps with one `content_number` have equal tokens. A leaf's `effects` are, by the id of each
+    graft on its path, the mean entropies (nats) of the policy's last step before the graft and its
+    first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
     # Step id -> mean entropy in nats, of the steps with sampled tokens.
     entropy = {step.id: fmean(values) for step in tree.steps if (values := step.sampled_entropies)}
     numbers = content_numbers(tree)
-    changes = entropy_changes(tree, config or {})
     steps = []
     for step in tree.steps:
         row = _drawn_step(step, tree.leaves)
         row["content_number"] = numbers[step.id]
-        row["entropy_change"] = changes.get(step.id)
         steps.append(row)
     leaves = []
     for path in paths:

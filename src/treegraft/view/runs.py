@@ -217,11 +217,7 @@ class RunReader:
             DataError: there is none, or it is damaged.
         """
         tree = self.tree(name, number)
-        try:
-            config = self.config()
-        except DataError:  # damaged settings must not hide the trees
-            config = {}
-        found = draw(tree, config)
+        found = draw(tree)
         spell_unread(found, tree, self.tokens.decode)
         return found
 
