@@ -6,7 +6,6 @@ trees alone. The summaries of the last few updates stay in memory.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _LOOK_S = 5.0
 """Seconds between two looks for new runs in a folder of runs."""
-_DEEPEST = 4
+_DEEPEST = 3
 """Folders below a folder of runs in which runs are looked for."""
 _KEPT_FILES = 24
 """Updates and evaluations whose summaries stay in memory."""
@@ -263,6 +262,7 @@ class RunSet(Mapping[str, RunReader]):
         self._lock = threading.Lock()
         self._runs: dict[str, RunReader] = {}
         self._known: set[Path] = set()
+        self._folders: dict[str, str] = {}
         self._homes = [
             path for path in paths if path.is_dir() and not (path / "config.json").exists()
         ]
@@ -291,28 +291,23 @@ class RunSet(Mapping[str, RunReader]):
     def folder_of(self, name: str) -> str:
         """Returns the folder of a run below the folder that was named; "" if it is directly
         in it, and for a run that was named itself."""
-        path = self._runs[name].path.parent
-        for home in self._homes:
-            if path.is_relative_to(home.resolve()):
-                return str(path.relative_to(home.resolve())).removeprefix(".")
-        return ""
+        return self._folders.get(name, "")
 
-    def _look(self, home: Path) -> int:
-        """Adds the new runs below a folder; returns how many runs it has."""
-        found = 0
-        for folder, below, files in os.walk(home):
-            path = Path(folder)
-            if "config.json" in files and _is_run(path):
-                self._add(path)
-                found += 1
-            # A run contains no other runs, and its checkpoints are folders with a config.json too.
-            if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
-                below.clear()
-            # In place: os.walk reads this list to go on. Hidden folders are half-made runs.
-            below[:] = sorted(name for name in below if not name.startswith("."))
-        return found
+    def _look(self, home: Path) -> bool:
+        """Adds the new runs below a folder; returns whether it has any."""
+        has_runs = False
+        for depth in range(1, _DEEPEST + 1):
+            for config in sorted(home.glob("*/" * depth + "config.json")):
+                path = config.parent
+                place = path.relative_to(home)
+                # Hidden folders are half-made runs.
+                is_hidden = any(part.startswith(".") for part in place.parts)
+                if not is_hidden and not leads_outside(path, home) and _is_run(path):
+                    has_runs = True
+                    self._add(path, str(place.parent).removeprefix("."))
+        return has_runs
 
-    def _add(self, path: Path) -> None:
+    def _add(self, path: Path, folder: str = "") -> None:
         # Two names of one folder, such as a link to it, are one run.
         place = path.resolve()
         if place in self._known:
@@ -320,6 +315,7 @@ class RunSet(Mapping[str, RunReader]):
         numbered = (f"{place.name}-{number}" for number in count(2))
         name = next(one for one in chain([place.name], numbered) if one not in self._runs)
         self._runs = {**self._runs, name: RunReader(path, name)}
+        self._folders[name] = folder
         self._known.add(place)
 
     def __getitem__(self, name: str) -> RunReader:

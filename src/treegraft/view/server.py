@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from treegraft.core.addresses import public
-from treegraft.core.errors import DataError, SettingError, TreegraftError
+from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
@@ -56,16 +56,6 @@ MAX_ANSWER = 64 << 20
 """Bytes of an answer."""
 MOST_PLAIN = 20_000
 """Bytes from which an answer is compressed for browsers that take it so."""
-DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""Errors that reading a damaged file may raise."""
 _NO_STATE: dict[str, Any] = {
     "num_lines": 0,
     "newest": 0,
@@ -135,7 +125,7 @@ def _state(run: RunReader) -> dict[str, Any]:
     """The run's state; of a damaged one, which must not hide the others, the error instead."""
     try:
         return run.state() | {"error": None}
-    except (TreegraftError, *DAMAGE) as error:
+    except Exception as error:
         return {**_NO_STATE, "error": str(error) or type(error).__name__}
 
 
@@ -260,11 +250,10 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
     def answer(request: Request) -> Response:
         try:
             return _json(method(request))
-        except (DataError, SettingError) as error:
-            return _json({"error": str(error), "code": error.code}, 404)
         except TreegraftError as error:
-            return _json({"error": str(error), "code": error.code}, 409)
-        except DAMAGE as error:
+            return _json({"error": str(error), "code": error.code}, 404)
+        # A damaged file may make its readers raise anything.
+        except Exception as error:
             _log.warning("%s could not be read", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
