@@ -161,7 +161,7 @@ def test_paths_go_into_lists(path: str, found: str | None) -> None:
 
 def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}])
-    with raises_code("data-folder"):
+    with raises_code("data-missing"):
         load(str(tmp_path)).train_tasks()
     wide = tmp_path / "wide.jsonl"
     wide.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-16")

@@ -91,17 +91,6 @@ def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
     return tuple(text for one in answers if (text := one.rpartition(mark)[2].strip()))
 
 
-def question_text(value: Any) -> str:
-    """Returns a question as text: of chat messages the last one by the user; empty where it is
-    another list or object, or messages that are not text."""
-    if are_messages(value):
-        try:
-            return last_question(value)
-        except ValueError:
-            return ""
-    return "" if value is None or is_nested(value) else str(value)
-
-
 @dataclass(slots=True)
 class Defects:
     """Rows with a defect, by kind, kinds in the order in which they first occur."""

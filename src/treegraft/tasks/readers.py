@@ -118,17 +118,11 @@ def _resolve(spec: str) -> Path:
             code="path-variable-unset",
         )
     path = Path(expanded)
-    if path.is_dir():
-        raise DataError(
-            f"'{spec}' is a folder; expected the .jsonl, .json, .csv or .parquet files in it, each"
-            " by its name",
-            code="data-folder",
-        )
     if not path.is_file():
         given = "" if spec == str(path) else f" (given as '{spec}')"
         raise DataError(
-            f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file, or"
-            f" 'hub:NAME:CONFIG/SPLIT'.{nearest_file(path)}",
+            f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file (of"
+            f" a folder each by its name), or 'hub:NAME:CONFIG/SPLIT'.{nearest_file(path)}",
             code="data-missing",
         )
     return path

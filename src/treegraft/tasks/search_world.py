@@ -26,6 +26,7 @@ from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tasks import SearchWorldSettings
+from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
 
 _LANES: Final = ("train", "eval", "warmup")
@@ -99,7 +100,7 @@ class WorldSearch:
         """Nothing to close."""
 
 
-class SearchWorld:
+class SearchWorld(OpenTasks):
     """Questions of one to five hops, in equal shares by length."""
 
     def __init__(
@@ -212,10 +213,6 @@ class SearchWorld:
         """Returns every word of questions, results, errors and answers; none where they are
         English."""
         return self._train_world.wording.vocabulary()
-
-    def report(self) -> Sequence[str]:
-        """Returns nothing: there are no defects."""
-        return ()
 
     @cached_property
     def _train(self) -> tuple[Task, ...]:

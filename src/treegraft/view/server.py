@@ -28,7 +28,7 @@ from treegraft.core.addresses import public
 from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
-from treegraft.runs.metrics import METRICS, find_meaning
+from treegraft.runs.metrics import METRICS
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
 from treegraft.settings.recipe import flatten
@@ -56,19 +56,6 @@ MAX_ANSWER = 64 << 20
 """Bytes of an answer."""
 MOST_PLAIN = 20_000
 """Bytes from which an answer is compressed for browsers that take it so."""
-_NO_STATE: dict[str, Any] = {
-    "num_lines": 0,
-    "newest": 0,
-    "update": 0,
-    "num_updates": 0,
-    "is_over": False,
-    "is_live": False,
-    "last": {},
-    "sums": {},
-    "explorers": "",
-    "model": "",
-    "seed": "",
-}
 
 
 class Guard(BaseHTTPMiddleware):
@@ -126,7 +113,7 @@ def _state(run: RunReader) -> dict[str, Any]:
     try:
         return run.state() | {"error": None}
     except Exception as error:
-        return {**_NO_STATE, "error": str(error) or type(error).__name__}
+        return {"error": str(error) or type(error).__name__}
 
 
 class Api:
@@ -204,10 +191,9 @@ class Api:
             "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 
-    def meanings(self, request: Request) -> Any:
+    def meanings(self, _: Request) -> Any:
         """The meanings of metrics."""
-        asked = request.query_params.getlist("key")
-        return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
+        return dict(METRICS)
 
     def settings(self, _: Request) -> Any:
         """Returns every setting with its meaning, its default, and whether the default follows from

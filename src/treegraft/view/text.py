@@ -166,9 +166,7 @@ def _remarks(step: Step) -> Iterator[tuple[str, str]]:
     if isinstance(cause, StoredCause):
         yield f"stored, from {plain(cause.source, 40)}", "magenta"
     if isinstance(cause, RestartCause):
-        count = cause.num_steps
-        why = f"{cause.rule}, below {count} stored step{'s' * (count != 1)}"
+        why = f"{cause.rule}, stored steps above: {cause.num_steps}"
         yield f"begins here: {plain(why, 60)}", "cyan"
     if isinstance(cause, RetryCause):
-        begun = "an answer" if step.content.answer is not None else "a call"
-        yield f"{begun} forced beside {cause.beside}", "yellow"
+        yield f"its opening is forced, after that of {cause.beside}", "yellow"

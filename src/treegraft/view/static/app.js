@@ -134,10 +134,14 @@ function showFault(text) {
   if (place) replace(place, h("b", { class: "bad" }, text));
 }
 
+// A run whose files are damaged has an error alone.
+const NOTHING = { num_lines: 0, newest: 0, update: 0, num_updates: 0, is_over: false, is_live: false, last: {}, sums: {}, explorers: "", model: "", seed: "" };
+const states = async () => (await get("runs")).map((run) => ({ ...NOTHING, ...run }));
+
 async function lookAgain() {
   const before = statesOf();
   try {
-    runs.splice(0, runs.length, ...(await get("runs")));
+    runs.splice(0, runs.length, ...(await states()));
   } catch {
     document.body.classList.add("gone");
     showFault("the viewer has ended");
@@ -185,7 +189,7 @@ function onKey(event) {
   event.preventDefault();
 }
 
-runs = await get("runs");
+runs = await states();
 // Of many runs some are chosen first.
 if (!location.hash && runs.length > 8) history.replaceState(null, "", to.runs());
 addEventListener("hashchange", show);
