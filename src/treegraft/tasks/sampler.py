@@ -77,7 +77,7 @@ class OwnSampler:
     ) -> Sequence[Task]:
         """Returns the tasks that the user's sampler deals."""
         with blaming(self._path, "sampler.kind"):
-            dealt = list(self._sampler.draw(number, first, size=size, without=without))
+            dealt: list[Any] = list(self._sampler.draw(number, first, size=size, without=without))
         usable: set[str] = set()
         for one in dealt:
             # Equal, not only of one id: its columns are what rewards and environments see.
