@@ -84,12 +84,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def check_is_there(spec: str) -> None:
-    """Raises DataError as `read_rows` does for a file that is missing; the hub is not asked."""
-    if not spec.startswith((HUB, GIVEN)):
-        _resolve(spec)
-
-
 def source_names(specs: Sequence[str]) -> dict[str, str]:
     """Returns a short and unique name for each source, for the ids of its tasks."""
     names: dict[str, str] = {}
