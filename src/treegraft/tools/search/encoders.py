@@ -173,7 +173,7 @@ class SentenceEncoder:
         )
         """Longest text in tokens, its special ones included."""
         self.name = name
-        self.dim = int(self._model.get_embedding_dimension())
+        self.dim = int(self._model.get_embedding_dimension() or 0)
         self.num_cut = 0
         """Texts so far that were cut."""
         self._cache: dict[str, _Encoded] = {}
