@@ -27,7 +27,6 @@ from treegraft.view.server import Api
 
 NUM_KEYS = 90
 """Metrics of one line, of those that there are."""
-NOWHERE = "no-such-id"
 
 
 def make_run(folder: Path, num_updates: int) -> Path:
@@ -54,8 +53,7 @@ def answers(path: Path) -> dict[str, Callable[[], Any]]:
         "list of runs": lambda: api.runs(request()),
         "a run": lambda: api.run(request()),
         "metrics": lambda: api.metrics(request()),
-        "newest trees": lambda: api.groups(request()),
-        "trees with a text that none has": lambda: api.groups(request(f"q={NOWHERE}")),
+        "trees of an update": lambda: api.groups(request("file=update-000001")),
         "one tree": lambda: api.tree(request(file="update-000001", n="0")),
         "tokens of a leaf": lambda: api.tokens(request(file="update-000001", n="0")),
     }

@@ -70,4 +70,3 @@ from treegraft.traces import remote as remote
 from treegraft.traces.batches import Batcher as Batcher
 from treegraft.traces.fill import BufferBuild as BufferBuild
 from treegraft.view.runs import RunReader as RunReader
-from treegraft.view.trained import Trained as Trained

@@ -92,10 +92,10 @@ def test_messages_are_read_as_templates_take_them() -> None:
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}, ASKED], "no-usable-row"),
         (
             [{"from": "human", "value": "x"}],
-            "column-no-text",
+            "no-usable-row",
         ),
-        ({"text": "x"}, "column-no-text"),
-        (["a", "b"], "column-no-text"),
+        ({"text": "x"}, "no-usable-row"),
+        (["a", "b"], "no-usable-row"),
     ],
 )
 def test_other_lists_and_objects_are_refused(prompt: Any, code: str, tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_a_fault_of_a_conversation_is_told(prompt: Any, told: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("columns", "code"),
     [
-        ({"reference_column": "truth"}, "column-no-text"),
-        ({"reference_column": "pairs"}, "column-no-text"),
-        ({"category_column": "truth"}, "column-no-text"),
+        ({"reference_column": "truth"}, "no-usable-row"),
+        ({"reference_column": "pairs"}, "no-usable-row"),
+        ({"category_column": "truth"}, "no-usable-row"),
     ],
 )
 def test_references_and_categories_are_no_objects(
@@ -161,7 +161,7 @@ def test_paths_go_into_lists(path: str, found: str | None) -> None:
 
 def test_a_folder_and_utf_16_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}])
-    with raises_code("data-folder"):
+    with raises_code("data-missing"):
         load(str(tmp_path)).train_tasks()
     wide = tmp_path / "wide.jsonl"
     wide.write_text('{"question": "q", "answer": "1"}\n', encoding="utf-16")

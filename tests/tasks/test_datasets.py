@@ -307,18 +307,6 @@ def test_columns_are_found_in_any_case_the_exact_name_first(tmp_path: Path) -> N
     assert [(task.question, task.reference) for task in tasks] == [("q0", ("a0",)), ("q1", ("1",))]
 
 
-def test_a_missing_column_is_sought_by_contents_and_by_usual_names(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "1 + 1 ?"}]
-    chats = write(tmp_path / "a.jsonl", [{"messages": chat, "solution": "2"}])
-    with raises_code("column-missing", match=r"no column 'question'[^?]*Did you mean 'messages'"):
-        load(chats).train_tasks()
-    with raises_code("column-missing", match=r"no column 'answer'[^?]*Did you mean 'solution'"):
-        load(chats, question_column="messages").train_tasks()
-    problems = write(tmp_path / "b.jsonl", [{"problem": "1 + 1 ?", "solution": "2"}])
-    with raises_code("column-missing", match=r"no column 'question'[^?]*Did you mean 'problem'"):
-        load(problems).train_tasks()
-
-
 def test_words_of_a_file_are_those_of_all_its_texts_without_tags(tmp_path: Path) -> None:
     chat = [{"role": "assistant", "content": "<think>so</think> <python>print(6 * 7)</python>"}]
     path = tmp_path / "traces.jsonl"

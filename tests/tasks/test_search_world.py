@@ -87,13 +87,11 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
     }
 
 
-def test_a_small_world_repeats_questions_and_says_so() -> None:
+def test_a_small_world_repeats_questions() -> None:
     # 8 entities and 5 relations make at most 40 questions of one hop.
     source = make_source(num_train=60, hops=[1], num_entities=8, num_relations=5)
     assert len(source.train_tasks()) == 60
-    (sentence,) = source.report()
-    assert "60 training questions" in sentence
-    assert make_source().report() == ()
+    assert len({task.question for task in source.train_tasks()}) <= 40
 
 
 @pytest.mark.parametrize(

@@ -698,8 +698,6 @@ def test_capabilities() -> None:
         ("tests.support.worlds:random", {}, "environment-invalid"),
         ("tests.support.worlds:Nothing", {}, "import-name-missing"),
         ("builtins:dict", {}, "environment-without-reset"),
-        ("tests.support.worlds:KeyDoor", {"doors": 2}, "environment-not-made"),
-        ("tests.support.worlds:Hanging", {}, "environment-not-made"),
     ],
 )
 def test_what_is_no_environment(kind: str, options: dict[str, Any], code: str) -> None:

@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from typer.testing import CliRunner
 from treegraft.cli.main import app as command_line
 from treegraft.core.errors import DataError
 from treegraft.core.listener import is_own_name
-from treegraft.core.types import Observation, Step, Tree
+from treegraft.core.types import Tree
 from treegraft.runs.health import recorded
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import find_part, write_trees
@@ -107,20 +107,19 @@ def test_tokens_carry_what_was_recorded() -> None:
 def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=2)
     run = RunReader(path)
-    era, lines = run.metrics()
-    assert (era, [line["update"] for line in lines]) == (0, [0, 1, 2])
+    lines = run.metrics()
+    assert [line["update"] for line in lines] == [0, 1, 2]
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"update": 3, "reward/mean": NaN}\n{"update": 4, "rew')
-    assert [(line["update"], line.get("reward/mean")) for line in run.metrics()[1][3:]] == [
-        (3, "nan")
-    ]
+    (last,) = run.metrics()[3:]
+    assert last["update"] == 3 and math.isnan(last["reward/mean"])
     with (path / "metrics.jsonl").open("a") as file:
         file.write('ard/mean": 0.5}\n')
-    assert run.metrics()[1][-1] == {"update": 4, "reward/mean": 0.5}
+    assert run.metrics()[-1] == {"update": 4, "reward/mean": 0.5}
     RunFolder(path).cut_to(
         1, len((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0])
     )
-    assert run.metrics() == (1, [lines[0]])
+    assert run.metrics() == [lines[0]]
 
 
 def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
@@ -137,16 +136,11 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 def test_warnings_say_what_is_wrong() -> None:
     lines = [{"update": n, **metrics_of(n)} for n in range(5)]
     known = [recorded(line) for line in lines]
-    found = page_warnings(known, [])
-    assert [bool(some) for some in found] == [False, False, False, True, False]
-    assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
-        ("failed", "trajectories lost to failures of ours: 25.0%", True)
-    ]
-    held = [{"update": n, "health/tool_broken_search": 0.75} for n in range(5)]
-    known = [recorded(line) for line in held]
-    told = page_warnings(known, [])
-    assert [one["text"] for one in told[0]] == ["the tool search failed in 75% of its calls"]
-    assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
+    assert [bool(some) for some in known] == [False, False, False, True, False]
+    text = "trajectories lost to failures of ours: 25.0%"
+    assert page_warnings(known[3]) == [{"name": "failed", "rule": "failed", "text": text}]
+    broken = recorded({"update": 1, "health/tool_broken_search": 0.75})
+    assert page_warnings(broken)[0]["text"] == "the tool search failed in 75% of its calls"
 
 
 def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
@@ -237,62 +231,14 @@ def test_every_page_has_what_it_asks_for(client: TestClient) -> None:
         True,
         False,
     ]
-    assert [line["update"] for line in ask(client, "/metrics", first=4, era=0)["lines"]] == [4]
-    assert len(ask(client, "/metrics", first=4, era=7)["lines"]) == 5
-    # A task is found by its id.
-    assert [row["file"] for row in ask(client, "/groups", q="t/1", kinds="all")["groups"]] == [
-        f"update-00000{n}" for n in (4, 3, 2, 1) for _ in range(2)
+    groups = ask(client, "/groups", file="update-000001")
+    assert [(row["file"], row["n"], row["num_leaves"]) for row in groups] == [
+        ("update-000001", 0, 4),
+        ("update-000001", 1, 1),
     ]
     assert ask(client, "/trees/update-000001/0")["best"] == 0
     tokens = ask(client, "/tokens/update-000001/0", leaf=0)
     assert tokens["steps"][0]["texts"] == ["? ", "search ", "e1 ", "e2 "]
-
-
-@pytest.mark.parametrize(
-    ("query", "leaves"),
-    [
-        ({"graft": 1}, [0]),
-        ({"graft": 0, "status": "completed"}, [1, 2]),
-        ({"branch": 1}, [1]),
-        ({"error": 1}, [2]),
-        ({"status": "truncated"}, [3]),
-        ({"mixed": 1, "graft": 0}, [1, 2, 3]),
-        ({"q": "NONSENSE"}, [0, 1, 2, 3]),
-        ({"q": "r2 of e2 is e3", "graft": 1}, [0]),
-        ({"graft": 1, "error": 1}, None),
-        ({"q": "nowhere"}, None),
-        ({"mixed": 0, "status": "completed"}, None),
-    ],
-)
-def test_filters(client: TestClient, query: dict[str, Any], leaves: list[int] | None) -> None:
-    found = ask(client, "/groups", file="update-000001", **query)["groups"]
-    assert [group["matches"] for group in found] == ([] if leaves is None else [leaves])
-    everywhere = ask(client, "/groups", **query)
-    assert everywhere["cursor"] is None and [g["file"] for g in everywhere["groups"]] == (
-        [] if leaves is None else [f"update-00000{n}" for n in (4, 3, 2, 1)]
-    )
-
-
-def test_a_search_goes_on_where_it_stopped(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("treegraft.view.query.MAX_FOUND", 1)
-    seen = []
-    cursor = ""
-    while cursor is not None:
-        part = ask(client, "/groups", q="nonsense", cursor=cursor)
-        seen += [group["file"] for group in part["groups"]]
-        cursor = part["cursor"]
-    assert seen == [f"update-00000{n}" for n in (4, 3, 2, 1)]
-
-
-def test_text_beyond_ascii_and_lone_surrogates_are_found(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "first", num_updates=1, note="Ünïcode \ud800 İ \u202e end")
-    client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
-    assert len(ask(client, "/groups", q="ünïcode")["groups"]) == 1
-    assert ask(client, "/trees/update-000001/0")["steps"][1]["content"]["thought"].endswith(
-        "\u202e end"
-    )
 
 
 def test_large_answers_are_compressed(client: TestClient) -> None:
@@ -404,8 +350,7 @@ PATHS = [
 def test_paths_lead_nowhere(client: TestClient, path: str, run_dir: Path) -> None:
     (run_dir.parent / "secret.jsonl").write_text('{"secret": 1}')
     answer = client.get(path)
-    is_empty_list = answer.status_code == 200 and answer.json().get("groups") == []
-    assert is_empty_list or answer.status_code in (404, 405), answer.text
+    assert answer.status_code in (404, 405), answer.text
     assert "secret" not in answer.text.replace("../../secret", "") and "root:" not in answer.text
 
 
@@ -468,8 +413,6 @@ def test_text_shows_trees_and_transcripts(run_dir: Path) -> None:
     shown = printed(run_dir, "update-000001/0")
     for part in (
         "branch: p 0.625",
-        # Tokens of .1 and .2 nats beside a start of .1, .2 and .3.
-        "branched at 0 of 1 places that were weighed; entropy +0 to +0 nats a token",
         "4 leaves, 1 correct, mean reward",
         "graft from expert, similarity 0.875",
         "leaf 0 (0 to 3), the best by reward",
@@ -572,31 +515,6 @@ def test_trees_written_anew_are_read_anew(tmp_path: Path) -> None:
     assert len(run.path_of("update-000001", 0, 0).steps) == 4
 
 
-def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
-    base = grown_tree(1, "t/1")
-    # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a
-    # failed search.
-    found = draw(base)["peers"]["0.0.0"]
-    assert (found["num"], found["num_same"], found["rewards"]) == (2, 0, [])
-    steps = {step.id: step for step in base.steps}
-    twin = replace(steps["0.1.0"], content=steps["0.0.0"].content)
-    base = with_step(base, twin)
-    found = draw(base)["peers"]["0.0.0"]
-    assert (found["num"], found["num_same"], found["rewards"]) == (2, 1, [0.0])
-    # Another result above is another history.
-    seen = (Observation(text="nothing"),)
-    above = replace(steps["0.1"], content=replace(steps["0.1"].content, observations=seen))
-    found = draw(with_step(base, above))["peers"]["0.0.0"]
-    assert (found["num"], found["num_same"]) == (1, 0)
-
-
-def with_step(tree: Tree, changed: Step) -> Tree:
-    """Returns a tree with one step in place of that of its id."""
-    return replace(
-        tree, steps=tuple(changed if step.id == changed.id else step for step in tree.steps)
-    )
-
-
 def test_many_metrics_are_thinned(tmp_path: Path) -> None:
     path = write_run(tmp_path / "long", num_updates=0)
     # Line 0 was there; every 1,000th line has an evaluation, line 7,777 a warning.
@@ -611,7 +529,7 @@ def test_many_metrics_are_thinned(tmp_path: Path) -> None:
     by = {line["update"]: line for line in got["lines"]}
     assert {*range(0, 50_000, 50), *range(1000, 50_000, 1000), 7777, 7778, 49_999} == set(by)
     assert by[50]["reward/mean"] == 0.5 and by[3000]["eval/accuracy"] == 0.5
-    assert [by[n]["warnings"][0]["is_new"] for n in (7777, 7778)] == [True, False]
+    assert all(by[n]["warnings"] for n in (7777, 7778))
     assert client.get("/api/runs").json()[0]["num_lines"] == 50_000
     # The report reads all of them.
-    assert len(RunReader(path).metrics()[1]) == 50_000
+    assert len(RunReader(path).metrics()) == 50_000

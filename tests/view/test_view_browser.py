@@ -279,10 +279,9 @@ def test_filters_stand_in_the_address(page: Any, address: str) -> None:
     until(page, "document.getElementById('count').textContent === '0 trees'")
     show(page, address, "#/r/first/t/update-000001?status=failed")
     assert "why ?" in text(page, "#groups")
-    show(page, address, "#/r/first/s?q=nonsense")
-    assert text(page, "#count") == "4 trees in 4 of 4 files" and "update 4, group 0" in text(
-        page, "#groups"
-    )
+    assert text(page, "#count") == "1 tree"
+    show(page, address, "#/r/first/t/update-000001?q=WHY&mixed=0")
+    assert text(page, "#count") == "1 tree" and "why ?" in text(page, "#groups")
 
 
 def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
@@ -314,7 +313,6 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
         "another agent" in graft
         and "similarity 0.875" in graft
         and "0.2 in its step before, 0.15 in its step after (-0.05)." in graft
-        and "the policy itself went on 2 times, never with this step" in graft
         and "this very question" not in graft
     )
     assert "Mean reward: 1.00 over 1 leaf below it, 0.00 over the 3 others of the group." in graft
@@ -327,9 +325,8 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     page.wait_for_selector(".part.result.error")
     assert "no such entity" in text(page, ".part.result.error")
     refused = (
-        "after the result of search entropy did not change against the start of the trajectory"
-        " (0.15 \u2192 0.15, mean of the first 2 tokens), so P = 0.47 is not above the threshold"
-        " 0.50"
+        "entropy fell by 0.125 in the rule's unit against the start of the trajectory, so P = 0.47"
+        " is not above the threshold 0.50"
     )
     assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(
         page, ".leaffacts"
@@ -566,7 +563,7 @@ def test_what_models_write_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
             "#/r/hostile/t/update-000001",
             tree,
             f"{tree}?mode=tokens",
-            "#/r/hostile/s?q=script",
+            "#/r/hostile/t/update-000001?q=script",
             "#/<script>window.hacked=1</script>",
         ):
             show(page, address, place)

@@ -26,8 +26,6 @@ PATHS = (
     "",
     "/metrics",
     "/groups?file=update-000001",
-    "/groups?q=e1&kinds=all",
-    "/groups?status=completed",
     "/trees/update-000001/0",
     "/tokens/update-000001/0?leaf=0",
 )
@@ -183,9 +181,6 @@ def test_nothing_outside_the_run_is_shown(whole: Path, tmp_path: Path, name: str
         "/tokens/update-000001/0?leaf=1e300",
         "/tokens/update-000001/0?leaf=nan",
         f"/groups?file=update-{LONG}",
-        f"/groups?cursor=update-{LONG}",
-        f"/metrics?first={LONG}",
-        f"/metrics?era={LONG}&first=1",
     ],
 )
 def test_numbers_and_names_are_bounded(whole: Path, path: str) -> None:

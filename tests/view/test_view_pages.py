@@ -31,7 +31,6 @@ VIEWS = {
     "updates": "#/r/first",
     "groups": "#/r/first/t/update-000001",
     "rows": "#/r/first/t/eval-000004-greedy",
-    "search": "#/r/first/s?kinds=all",
 }
 HEIGHTS = {390: 844, 1280: 800, 1920: 1080, 2560: 1440}
 CLIPPED = """() => {

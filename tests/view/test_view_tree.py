@@ -3,14 +3,12 @@ through a label, at four widths, for trees of every shape."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.support.grown import BRANCH, GRAFT, SHAPES, Grown, considered, flat, grafted, search
 from tests.support.viewed import served, write_run
 from tests.view.test_view_browser import browser, pytestmark, show, until  # noqa: F401
@@ -20,9 +18,7 @@ from treegraft.cli.main import app as command_line
 from treegraft.core.types import BranchCause, Tree
 from treegraft.runs.record import RunFolder
 from treegraft.runs.tree_files import write_trees
-from treegraft.view.branching import content_numbers, entropy_changes
-from treegraft.view.pages import draw
-from treegraft.view.text import drawn
+from treegraft.view.pages import content_numbers, draw
 
 PHONE = 390
 LAPTOP = 1280
@@ -156,38 +152,6 @@ def test_a_wrong_leaf_is_never_called_the_best(page: Any, address: str) -> None:
     assert "\u2605" not in page.locator(".pathhead").inner_text()
 
 
-def probed(entropies: list[float], first: list[float]) -> Tree:
-    """Returns a tree of one start, a step beside which a branch was opened, and the branch."""
-    tree = Grown()
-    start = tree.add("0", search("e1 r1"))
-    tree.add(start, search("e2 r2"), decision=considered(1, 1))
-    tree.answer(f"{start}.0", "e4")
-    tree.answer(start, "e3", cause=BRANCH)
-    made = tree.done()
-    columns = {"0.0": first, "0.0.0": entropies}
-    return replace(
-        made,
-        steps=tuple(
-            replace(one, entropies=(*columns[one.id], 0.0, 0.0)) if one.id in columns else one
-            for one in made.steps
-        ),
-    )
-
-
-def test_entropy_changes_are_in_nats_per_token() -> None:
-    tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
-    settings = {"explore": {"entropy": {"probe_tokens": 2, "statistic": "probe"}}}
-    found = entropy_changes(tree, settings)
-    # Of two tokens each: (0.5 + 0.7) / 2 less (0.1 + 0.2) / 2.
-    wanted = {"change": 0.45, "before": 0.15, "after": 0.6, "num": 2, "after_tool": "search"}
-    assert found["0.0.0"] == pytest.approx(wanted) and found["0.0.1"] == found["0.0.0"]
-    assert set(found) == {"0.0.0", "0.0.1"}
-    # The lagging statistic looks at the step that made the call: here the start itself.
-    settings["explore"]["entropy"]["statistic"] = "lagging"
-    assert entropy_changes(tree, settings)["0.0.0"]["change"] == 0
-    assert entropy_changes(tree, {})["0.0.0"]["num"] == 3
-
-
 def forked_deep(num_steps: int = 12) -> Tree:
     """Returns a path of so many steps, with a branch beside each but the first and the last."""
     tree = Grown()
@@ -217,24 +181,6 @@ def test_forks_of_a_deep_tree_have_their_numbers(
         page.goto("about:blank")
 
 
-def test_the_terminal_has_the_viewers_unit_and_one_line_on_all_that_was_weighed() -> None:
-    tree = probed([0.5, 0.7, 0.9], [0.1, 0.2, 0.6])
-    settings = {"explore": {"entropy": {"probe_tokens": 2}}}
-    console = Console(file=io.StringIO(), width=200)
-    console.print(drawn(tree, config=settings))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 leaves, " in shown
-    assert "branched at 1 of 1 places that were weighed; entropy +0.45 to +0.45" in shown
-    assert "branch: entropy +0.45 nats a token, p " in shown
-
-
-@pytest.mark.parametrize(
-    "config", [{"explore": 1}, {"explore": {"entropy": {"probe_tokens": "x"}}}]
-)
-def test_damaged_settings_leave_the_default(config: dict[str, Any]) -> None:
-    assert entropy_changes(probed([0.5, 0.5, 0.5], [0.1, 0.1, 0.1]), config)["0.0.0"]["num"] == 3
-
-
 def test_equal_tokens_have_one_number() -> None:
     tree = flat()
     numbers = content_numbers(tree)
@@ -259,8 +205,6 @@ def test_the_shapes_agree_with_themselves(shape: str) -> None:
             assert seen.bar is not None
             assert (seen.probability > seen.bar) is (step.decision.num_wanted > 0)
             assert (seen.entropy_change > 0) is (step.decision.num_wanted > 0)
-    changes = [one["change"] for one in entropy_changes(tree, {}).values()]
-    assert all(changes)
 
 
 def test_of_equal_rewards_the_highest_advantage_is_the_best() -> None:
@@ -305,10 +249,7 @@ def test_sentences_name_what_the_drawing_shows(page: Any, address: str) -> None:
     assert (
         "Right by way: graft only 4 of 4, branch only 0 of 4, both 0 of 4, neither 0 of 4" in both
     )
-    assert (
-        "8 branches after search where entropy rose (+0.05 to +0.35 nats a token; rule P > 0.50)"
-        in both
-    )
+    assert "8 branches where entropy rose (+0.002 in the rule's unit; rule P > 0.50)" in both
     assert "1 truncated: leaf 5" in both
     branched = sentences(page, address, "branched")
     assert (
@@ -376,7 +317,6 @@ def test_children_drawn_at_random_are_not_explained_by_entropy(
     arguments = ["view", str(path), "--text", "update-000001/0"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"}).output
     assert "branch: a further child of a finished step, drawn at random" in shown
-    assert "nats a token" not in shown
     page = browser.new_page(viewport={"width": LAPTOP, "height": 900})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))

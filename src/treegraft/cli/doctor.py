@@ -266,8 +266,6 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with Parts.build(config, needs="prompts") as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
-            # As a run does at its start, so that a broken reward is found here already.
-            await setup.try_rewards(setup.train_tasks)
             found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
             found.sections[title] = [*notes, *await preflight.findings()]

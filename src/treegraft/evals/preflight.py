@@ -234,6 +234,7 @@ async def references(preflight: Preflight) -> list[Finding]:
     unsaid: list[Task] = []
     incorrect: list[tuple[Task, Leaf]] = []
     scored: list[tuple[Leaf, Leaf]] = []
+    failures: list[str] = []
     for task in preflight.tasks:
         if not task.reference:
             continue
@@ -245,10 +246,13 @@ async def references(preflight: Preflight) -> list[Finding]:
         right, wrong = pair
         if right.is_correct is False:
             incorrect.append((task, right))
-        # None if the function has failed, which `Parts.try_rewards` reports.
         if right.reward is not None and wrong.reward is not None:
             scored.append(pair)
+        for leaf in pair:
+            failures.extend(filter(None, [leaf.error]))
     found = []
+    if failures:
+        found.append(Finding("rewards", "failed", False, failures[0]))
     if unsaid:
         value = f"{len(unsaid)} of {num_tried} references cannot be written as an answer"
         note = f"the first: {unsaid[0].reference[0]!r:.80} of task '{unsaid[0].id}'"

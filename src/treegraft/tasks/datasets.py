@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,6 @@ from treegraft.core.errors import DataError, SettingError, about, nearest
 from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
-    QUESTION_COLUMNS,
-    REFERENCE_COLUMNS,
     Defects,
     accepted_answers,
     after_mark,
@@ -175,10 +173,6 @@ class _FileDefects(Defects):
     unreadable: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Of the rows that lacked one that the settings name."""
-    lacking: Mapping[str, Any] = field(default_factory=dict)
-    """The first of those rows."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The first row with a list or an object in place of a text."""
     num_rows: int = 0
 
     def summary(self, spec: str) -> list[str]:
@@ -227,7 +221,10 @@ class _Scan:
         return is_new
 
 
-_NESTED = "with a list or an object where a text is expected"
+_NESTED = (
+    "with a list or an object in column '{column}' where a text is expected (name the place of one"
+    " within it, such as '{column}.0' of a list or '{column}.name' of an object)"
+)
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
@@ -243,7 +240,6 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         if found is None:
             defects.add(_NO_COLUMN, row.number)
             # Kept for the error about a column that no row has, which says what there is instead.
-            defects.lacking = defects.lacking or row.values
             defects.columns |= dict(nested_columns(row.values)).keys()
             return None
         cells.append(found[1])
@@ -256,10 +252,10 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
             defects.add(f"with {error}", row.number)
             return None
         question = last_question(messages)
-    if is_nested(question) or is_nested(category) or is_nested(reference, may_be_list=True):
-        defects.add(_NESTED, row.number)
-        defects.values = defects.values or row.values
-        return None
+    for column, value in zip(wanted, (question, reference, category), strict=True):
+        if is_nested(value, may_be_list=column == settings.reference_column):
+            defects.add(_NESTED.format(column=column), row.number)
+            return None
     if question is None or not str(question).strip():
         defects.add("without a question", row.number)
         return None
@@ -296,42 +292,14 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
         if _NO_COLUMN in defects.rows and column and column not in defects.columns:
             raise DataError(
                 f"'{spec}' has no column '{column}'"
-                f" (tasks.dataset.{setting}).{_likely(setting, column, defects)} It has"
+                f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
                 f" {', '.join(sorted(defects.columns))}",
                 code="column-missing",
             )
-    _refuse_nested(spec, defects.values, settings)
     found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
     raise DataError(
         f"'{spec}' has no usable row among {defects.num_rows}: {found}", code="no-usable-row"
     )
-
-
-def _likely(setting: str, column: str, defects: _FileDefects) -> str:
-    """The column that may be meant: by its contents, by the names that files give it, by its
-    spelling."""
-    usual: Sequence[str] = REFERENCE_COLUMNS if setting == "reference_column" else ()
-    if setting == "question_column":
-        chats = [name for name, value in defects.lacking.items() if are_messages(value)]
-        usual = (*chats, *QUESTION_COLUMNS)
-    found = find_value(defects.lacking, usual)
-    return f" Did you mean '{found[0]}'?" if found else nearest(column, defects.columns)
-
-
-def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
-    """Raises DataError for a row with a list or an object where a text is expected."""
-    for setting in ("question_column", "reference_column", "category_column"):
-        column = getattr(settings, setting)
-        found = find_value(row, [column]) if column else None
-        value = None if found is None or are_messages(found[1]) else found[1]
-        if is_nested(value, may_be_list=setting == "reference_column"):
-            raise DataError(
-                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds {value!r:.200};"
-                " expected a text, a number, a list of accepted answers, or chat messages of a"
-                f" question. Name the place of one within it, such as '{column}.0' of a list or"
-                f" '{column}.name' of an object.",
-                code="column-no-text",
-            )
 
 
 def _digest(*texts: str) -> bytes:

@@ -12,31 +12,6 @@ from typing import Any
 
 from treegraft.core.errors import nearest
 
-QUESTION_COLUMNS = (
-    "extra_info.question",
-    "question",
-    "problem",
-    "query",
-    "instruction",
-    "prompt",
-    "input",
-)
-"""Where a question is looked for; the first column that a row has."""
-REFERENCE_COLUMNS = (
-    "reward_model.ground_truth",
-    "answer",
-    "reference",
-    "final answer",
-    "golden_answers",
-    "target",
-    "solution",
-)
-"""Where a reference is looked for."""
-
-# Tabs and line breaks belong to text; the others mostly come from a lost backslash: "\boxed"
-# becomes a backspace and "oxed".
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
 _MISSING = object()
 _INDEX = re.compile(r"\[(-?\d+)\]")
 
@@ -116,47 +91,17 @@ def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
     return tuple(text for one in answers if (text := one.rpartition(mark)[2].strip()))
 
 
-def question_text(value: Any) -> str:
-    """Returns a question as text: of chat messages the last one by the user; empty where it is
-    another list or object, or messages that are not text."""
-    if are_messages(value):
-        try:
-            return last_question(value)
-        except ValueError:
-            return ""
-    return "" if value is None or is_nested(value) else str(value)
-
-
-def control_places(value: Any, path: str) -> list[tuple[str, str]]:
-    """Returns (column, text around the first control character) for each text in `value` that holds
-    one."""
-    if isinstance(value, str):
-        found = CONTROL.search(value)
-        return [(path, value[max(0, found.start() - 12) : found.end() + 12])] if found else []
-    places: dict[tuple[str, str], None] = {}
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            places |= dict.fromkeys(control_places(one, f"{path}.{key}" if path else str(key)))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            places |= dict.fromkeys(control_places(one, path))
-    return list(places)
-
-
 @dataclass(slots=True)
 class Defects:
     """Rows with a defect, by kind, kinds in the order in which they first occur."""
 
     rows: dict[str, list[int]] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
-    """Of the first row of each kind."""
 
-    def add(self, kind: str, row: int, example: str = "") -> None:
+    def add(self, kind: str, row: int) -> None:
         """Counts a row, once per kind."""
         rows = self.rows.setdefault(kind, [])
         if not rows or rows[-1] != row:
             rows.append(row)
-        self.examples.setdefault(kind, example)
 
     def sentences(self, kept: str = "") -> list[str]:
         """Returns one sentence per kind, such as "2 rows without a question were left out".

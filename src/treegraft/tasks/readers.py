@@ -84,12 +84,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def check_is_there(spec: str) -> None:
-    """Raises DataError as `read_rows` does for a file that is missing; the hub is not asked."""
-    if not spec.startswith((HUB, GIVEN)):
-        _resolve(spec)
-
-
 def source_names(specs: Sequence[str]) -> dict[str, str]:
     """Returns a short and unique name for each source, for the ids of its tasks."""
     names: dict[str, str] = {}
@@ -118,17 +112,11 @@ def _resolve(spec: str) -> Path:
             code="path-variable-unset",
         )
     path = Path(expanded)
-    if path.is_dir():
-        raise DataError(
-            f"'{spec}' is a folder; expected the .jsonl, .json, .csv or .parquet files in it, each"
-            " by its name",
-            code="data-folder",
-        )
     if not path.is_file():
         given = "" if spec == str(path) else f" (given as '{spec}')"
         raise DataError(
-            f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file, or"
-            f" 'hub:NAME:CONFIG/SPLIT'.{nearest_file(path)}",
+            f"there is no file '{path}'{given}; expected a .jsonl, .json, .csv or .parquet file (of"
+            f" a folder each by its name), or 'hub:NAME:CONFIG/SPLIT'.{nearest_file(path)}",
             code="data-missing",
         )
     return path

@@ -20,7 +20,6 @@ OURS = ("prompts", "completions", "completion_ids", "trajectories")
 _EXTRA = "reference"
 """An argument too, where the data set has no column of that name."""
 _OF_VERL = frozenset({"solution_str", "ground_truth"})
-_TRLS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -71,8 +70,6 @@ def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> Non
             continue
         has = ", ".join(map(str, task.columns)) or "none"
         hint = nearest(missing, [*map(str, task.columns), *OURS])
-        if missing in _TRLS_OWN:
-            hint = f" '{missing}' is an object of TRL's trainer, which does not exist here."
         raise SettingError(
             f"reward.funcs: '{name}' needs the argument '{missing}', for which task '{task.id}' has"
             f" no column; its columns are {has}.{hint} Every reward function also gets"
@@ -88,8 +85,7 @@ def scores_one(function: RewardFunc) -> bool:
 
 
 def is_async(function: RewardFunc) -> bool:
-    """Returns whether a function is a coroutine function, as those that ask a service are: such
-    a one is never tried on made completions, since a call may cost something."""
+    """Returns whether a function is a coroutine function, as those that ask a service are."""
     # The method of an object that is called is not a coroutine function itself.
     method = getattr(function, "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, method)))
@@ -160,82 +156,69 @@ class Called:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._function = function
         self._names = None if takes_all else tuple(parameters)
-        self.is_async = is_async(function)
-        self.scores_one = scores_one(function)
-        """It is called for one trajectory at a time."""
+        self._is_async = is_async(function)
+        self._scores_one = scores_one(function)
 
-    async def with_each(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Returns what the function returned for each of `calls`, with the arguments that it names,
-        or with all where it takes **kwargs."""
-        function = self._function
+    async def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Returns what the function says of the trajectories in `arguments_of`, in their order."""
+        if not self._scores_one:
+            return await self._run(arguments)
+        calls = _arguments_of_verl(arguments)
+        if self._is_async:
+            returned = await asyncio.gather(*(self._run(call) for call in calls))
+        else:
+            # One after another: a function need not be safe for threads.
+            returned = [await self._run(call) for call in calls]
+        # verl takes the entry "score" of a dict, and logs the others.
+        return [one.get("score", one) if isinstance(one, Mapping) else one for one in returned]
+
+    async def _run(self, arguments: Mapping[str, Any]) -> Any:
+        """Calls the function with the arguments that it names, or with all where it takes
+        **kwargs."""
         if self._names is not None:
-            calls = [_only(self._names, call) for call in calls]
-        if self.is_async:
-            return list(await asyncio.gather(*(function(**call) for call in calls)))
+            arguments = {name: arguments[name] for name in self._names if name in arguments}
+        if self._is_async:
+            return await self._function(**arguments)
         # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
         # and the process could not end.
-        returned = await run_in_thread(lambda: [function(**call) for call in calls])
-        return [await one if inspect.isawaitable(one) else one for one in returned]
+        returned = await run_in_thread(lambda: self._function(**arguments))
+        return await returned if inspect.isawaitable(returned) else returned
 
 
-def _only(names: Sequence[str], call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function without **kwargs names."""
-    return {name: call[name] for name in names if name in call}
+def arguments_of(
+    task: Task, trajectories: Sequence[Trajectory], written_text: WrittenText
+) -> dict[str, Sequence[Any]]:
+    """Returns the arguments of all reward functions for the trajectories of one tree."""
+    # A text where the task came as one: what TRL calls a standard format.
+    prompt: Any = task.question
+    completions: list[Any] = [completion_text(path, written_text) for path in trajectories]
+    if task.messages:
+        prompt = [dict(message) for message in task.messages]
+        completions = [completion_messages(path, written_text) for path in trajectories]
+    columns = {_EXTRA: task.reference, **task.columns, "prompts": prompt}
+    return {name: [value] * len(trajectories) for name, value in columns.items()} | {
+        "completions": completions,
+        "completion_ids": [completion_ids(path) for path in trajectories],
+        "trajectories": trajectories,
+    }
 
 
-class Arguments:
-    """The arguments of all reward functions for the trajectories of one tree."""
-
-    def __init__(
-        self, task: Task, trajectories: Sequence[Trajectory], written_text: WrittenText
-    ) -> None:
-        num = len(trajectories)
-        self._task = task
-        self._trajectories = trajectories
-        self._texts = [completion_text(path, written_text) for path in trajectories]
-        completions: Sequence[Any] = self._texts
-        # A text where the task came as one: what TRL calls a standard format.
-        prompt: Any = task.question
-        if task.messages:
-            prompt = [dict(message) for message in task.messages]
-            completions = [completion_messages(path, written_text) for path in trajectories]
-        columns = {_EXTRA: task.reference, **task.columns, "prompts": prompt}
-        self._by_name = {name: [value] * num for name, value in columns.items()} | {
-            "completions": completions,
-            "completion_ids": [completion_ids(path) for path in trajectories],
-            "trajectories": trajectories,
-        }
-
-    async def give_to(self, function: Called) -> Any:
-        """Returns what a function says of the trajectories, in their order."""
-        if function.scores_one:
-            calls = list(map(self._of_one, range(len(self._texts))))
-            return _scores(await function.with_each(calls))
-        (returned,) = await function.with_each([self._by_name])
-        return returned
-
-    def _of_one(self, number: int) -> dict[str, Any]:
-        """verl's keywords for one trajectory."""
-        columns = self._task.columns
-        turns = self._trajectories[number].steps[1:]
-        reference = self._task.reference
-        model = columns.get("reward_model")
+def _arguments_of_verl(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """verl's keywords for each trajectory."""
+    calls: list[dict[str, Any]] = []
+    for said, path in zip(arguments["completions"], arguments["trajectories"], strict=True):
+        text = said
+        if not isinstance(said, str):
+            text = "\n".join(turn["content"] for turn in said if turn["role"] == "assistant")
+        columns = path.task.columns
+        reference = path.task.reference
         truth = columns.get("ground_truth", reference[0] if len(reference) == 1 else [*reference])
+        model = columns.get("reward_model")
         if isinstance(model, Mapping):
             truth = model.get("ground_truth", truth)
         given = columns.get("extra_info")
+        extra = dict(given) if isinstance(given, Mapping) else {}
         # As verl counts them: the question, then the agent's turns and the results between.
-        num_turns = 2 * len(turns)
-        extra = {"num_turns": num_turns, "rollout_reward_scores": {}}
-        return {
-            **columns,
-            "solution_str": self._texts[number],
-            "ground_truth": truth,
-            "extra_info": {**(given if isinstance(given, Mapping) else {}), **extra},
-        }
-
-
-def _scores(returned: Sequence[Any]) -> list[Any]:
-    """The scores among what a function of verl's returned, which may say more in a dict."""
-    # verl takes the entry "score" of a dict, and logs the others.
-    return [one.get("score", one) if isinstance(one, Mapping) else one for one in returned]
+        extra |= {"num_turns": 2 * len(path.steps[1:]), "rollout_reward_scores": {}}
+        calls.append({**columns, "solution_str": text, "ground_truth": truth, "extra_info": extra})
+    return calls

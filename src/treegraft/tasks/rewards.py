@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from treegraft.core.errors import SettingError
 from treegraft.core.given import GIVEN
 from treegraft.core.interfaces import RewardFunc
 from treegraft.core.registry import find
@@ -22,9 +21,9 @@ from treegraft.settings.config import Config
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
 from treegraft.tasks.reward_calls import (
-    Arguments,
     Called,
     WrittenText,
+    arguments_of,
     check_columns,
     check_function,
 )
@@ -211,7 +210,7 @@ class RewardScorer:
         trajectories = [path for path in tree.trajectories() if path.status is not Status.FAILED]
         if not trajectories:
             return tree
-        arguments = Arguments(tree.task, trajectories, self._written_text)
+        arguments = arguments_of(tree.task, trajectories, self._written_text)
         calls = (self._ask(one, arguments, len(trajectories)) for one in self._calls)
         # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
@@ -220,20 +219,6 @@ class RewardScorer:
             if leaf.status is not Status.FAILED:
                 leaves[number] = self._scored(leaf, next(by_leaf), tree.task.id)
         return replace(tree, leaves=tuple(leaves))
-
-    async def rehearse(self, tree: Tree) -> None:
-        """Asks the functions about a tree of made completions, except those that have to be
-        awaited, which may cost something. Raises `SettingError` for one that returns something
-        else than a number or None for each; whatever else happens is left to the run."""
-        arguments = Arguments(tree.task, paths := tree.trajectories(), self._written_text)
-        for (name, *_), function in zip(self._functions, self._calls, strict=False):
-            outcomes = () if function.is_async else await self._ask(function, arguments, len(paths))
-            if fault := next((one for one in outcomes if isinstance(one, _Unusable)), None):
-                raise SettingError(
-                    f"reward.funcs: '{name.removeprefix(GIVEN)}' was tried on {len(paths)} made"
-                    f" completions of task '{tree.task.id}': {fault}.",
-                    code="reward-tried",
-                )
 
     def _correctness(self, *, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
         """By the answer where there is a reference, else by the environment's reward."""
@@ -247,13 +232,15 @@ class RewardScorer:
 
         return [is_correct(path) for path in trajectories]
 
-    async def _ask(self, function: Called, arguments: Arguments, num: int) -> list[_Outcome]:
+    async def _ask(
+        self, function: Called, arguments: Mapping[str, Any], num: int
+    ) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
         # One for all trajectories of the tree: a judge may ask about them together.
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
-                returned = await arguments.give_to(function)
+                returned = await function(arguments)
         # A user's function may raise anything; its failure is data on the leaves.
         except Exception as error:
             # A function's own TimeoutError is not told apart by its class.
@@ -265,7 +252,7 @@ class RewardScorer:
             values = []
         if len(values) != num:
             told = f"it returned {returned!r:.80}, expected a list with one number for each"
-            return [_Unusable(f"{told} of {num} completions (None where it does not apply)")] * num
+            return [f"{told} of {num} completions (None where it does not apply)"] * num
         return [_checked(value) for value in values]
 
     def _scored(self, leaf: Leaf, outcomes: Sequence[_Outcome], task_id: str) -> Leaf:
@@ -283,19 +270,13 @@ class RewardScorer:
             return _fail(leaf, f"the check of the answer failed on task '{task_id}': {is_correct}")
         # Without a reward a leaf would count as 0, and teach.
         if not parts:
-            fault = f"no reward function applies to task '{task_id}'; has it a reference?"
-            if any(name == "environment" for name, _, _ in self._functions):
-                fault = (
-                    f"task '{task_id}' has no reward: its environment gave none (get_reward()"
-                    " returned None), and no other function of reward.funcs applies"
-                )
-            return _fail(leaf, fault)
+            return _fail(
+                leaf,
+                f"no reward function applies to task '{task_id}': it has no reference, or its"
+                " environment gave no reward (get_reward() returned None)",
+            )
         correct = None if is_correct is None else bool(is_correct)
         return replace(leaf, reward=total, reward_parts=parts, is_correct=correct)
-
-
-class _Unusable(str):
-    """The error of a function that has returned something else than rewards."""
 
 
 _Outcome = float | str | None
@@ -309,7 +290,7 @@ def _checked(value: Any) -> _Outcome:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return _Unusable(f"it returned {value!r:.80} for a completion, expected a number or None")
+        return f"it returned {value!r:.80} for a completion, expected a number or None"
     return number if math.isfinite(number) else f"it returned {number}, expected a finite number"
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from treegraft.core.import_paths import make
+from treegraft.core.errors import SettingError
+from treegraft.core.import_paths import blaming, make
 from treegraft.core.interfaces import TaskSampler
 from treegraft.core.keyed import keyed_int
 from treegraft.core.registry import find
 from treegraft.core.types import Task, Tree
 from treegraft.settings.tasks import SamplerSettings
-from treegraft.tasks.own_sampler import OwnSampler
 
 
 def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -> TaskSampler:
@@ -41,6 +42,57 @@ def build_sampler(settings: SamplerSettings, tasks: Sequence[Task], seed: int) -
     _ = checked.state  # refused now, not after the first update
     own: TaskSampler = checked
     return own
+
+
+class OwnSampler:
+    """A user's own sampler, whose answers are checked before they are used. Members without a check
+    are its own, whose errors name it.
+
+    Raises:
+        SettingError: it raises an error, has a state that is not JSON, or deals what is no task of
+            the run, a task twice, one that was left out, too many or none.
+    """
+
+    def __init__(self, sampler: TaskSampler, path: str, tasks: Sequence[Task]) -> None:
+        self._sampler = sampler
+        self._path = path
+        self._tasks = {task.id: task for task in tasks}
+
+    def __getattr__(self, member: str) -> Callable[..., Any]:
+        def ask(*args: Any, **named: Any) -> Any:
+            with blaming(self._path, "sampler.kind"):
+                return getattr(self._sampler, member)(*args, **named)
+
+        return ask
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """That of the user's sampler, as a checkpoint holds it."""
+        with blaming(self._path, "sampler.kind", " in state, which checkpoints hold as JSON"):
+            # Now, not when a checkpoint is written after an update that took an hour.
+            return dict(json.loads(json.dumps(self._sampler.state)))
+
+    def draw(
+        self, number: int, first: int, *, size: int, without: Collection[str] = ()
+    ) -> Sequence[Task]:
+        """Returns the tasks that the user's sampler deals."""
+        with blaming(self._path, "sampler.kind"):
+            dealt: list[Any] = list(self._sampler.draw(number, first, size=size, without=without))
+        usable: set[str] = set()
+        for one in dealt:
+            # Equal, not only of one id: its columns are what rewards and environments see.
+            if isinstance(one, Task) and self._tasks.get(one.id) == one and one.id not in without:
+                usable.add(one.id)
+        if len(usable) < len(dealt) or len(dealt) > size or not (dealt or without):
+            got = [getattr(one, "id", one) for one in dealt]
+            raise SettingError(
+                f"sampler.kind: draw of '{self._path}' gave {got!r:.200} for update {number},"
+                f" expected 1 to {size} different tasks (size) out of those that it was made with,"
+                f" none of {sorted(without)!r:.200} (without); mend it there.",
+                settings=["sampler.kind"],
+                code="sampler-invalid",
+            )
+        return dealt
 
 
 # --- in turn --------------------------------------------------------------------------------------

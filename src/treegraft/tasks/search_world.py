@@ -26,6 +26,7 @@ from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tasks import SearchWorldSettings
+from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
 
 _LANES: Final = ("train", "eval", "warmup")
@@ -99,7 +100,7 @@ class WorldSearch:
         """Nothing to close."""
 
 
-class SearchWorld:
+class SearchWorld(OpenTasks):
     """Questions of one to five hops, in equal shares by length."""
 
     def __init__(
@@ -212,17 +213,6 @@ class SearchWorld:
         """Returns every word of questions, results, errors and answers; none where they are
         English."""
         return self._train_world.wording.vocabulary()
-
-    def report(self) -> Sequence[str]:
-        """Returns a sentence where the training world has too few different questions."""
-        num_repeats = len(self._train) - len({task.question for task in self._train})
-        if not num_repeats:
-            return ()
-        return (
-            f"search_world: {num_repeats} of {len(self._train)} training questions occur more"
-            f" than once; a world of {self._settings.num_entities} entities and"
-            f" {self._settings.num_relations} relations has no more",
-        )
 
     @cached_property
     def _train(self) -> tuple[Task, ...]:

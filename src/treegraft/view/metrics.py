@@ -28,9 +28,6 @@ class MetricsTable:
     """The whole lines of a metrics.jsonl. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self.era = 0
-        """Grows when the file was cut or replaced (a resume), so that earlier lines no longer
-        count."""
         self.num_damaged = 0
         """Lines that were left out."""
         self._lock = threading.Lock()
@@ -52,7 +49,6 @@ class MetricsTable:
                 self._names = {}
                 self._read_to = 0
                 self.num_damaged = 0
-                self.era += 1
             if size == self._read_to:
                 return
             with path.open("rb") as file:
@@ -141,47 +137,29 @@ class MetricsTable:
         return sorted({*range(0, total - 1, stride), *rare, total - 1}), stride
 
     def lines(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns these lines, in ascending order; infinite numbers and NaN (a loss that diverged)
-        as text."""
-        found = []
+        """Returns these lines, in ascending order."""
+        found: list[dict[str, Any]] = []
         for number in numbers:
-            line: dict[str, Any] = {}
-            for key, value in self._lines[number].items():
-                line[key] = value if math.isfinite(value) else str(value)
-            line["update"] = int(line["update"])
-            found.append(line)
+            line = self._lines[number]
+            found.append(line | {"update": int(line["update"])})
         return found
 
 
-def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
-    """Returns one line of numbers an update, in order, and notes on lines that were left out.
-
-    Of two lines of one update (a run that was resumed) the later one counts.
-    """
-    by_update: dict[int, dict[str, float]] = {}
-    notes: list[str] = []
-    repeated: list[int] = []
+def clean_lines(raw: Sequence[Mapping[str, float]]) -> tuple[list[dict[str, float]], list[str]]:
+    """Returns one line of finite numbers an update, in order, and a note on values that were left
+    out."""
+    by_update: dict[float, dict[str, float]] = {}
     unusable: list[str] = []
     for line in raw:
-        update = line.get("update")
-        if not isinstance(update, int | float):
-            notes.append("a line of metrics.jsonl without a number of its update was left out")
-            continue
         numbers = {}
         for key, value in line.items():
-            if isinstance(value, str):
-                unusable.append(f"{key} of update {int(update)} is {value}")
-            else:
+            if math.isfinite(value):
                 numbers[key] = float(value)
-        if int(update) in by_update:
-            repeated.append(int(update))
-        # The later line: a resume repeats updates, and goes on from its own.
-        by_update[int(update)] = numbers
-    if repeated:
-        notes.append(
-            f"{len(repeated)} updates occur twice in metrics.jsonl (first: {repeated[0]}); the"
-            " later lines count"
-        )
+            else:
+                unusable.append(f"{key} of update {line['update']} is {value}")
+        # Of two lines of one update the later one: a resume repeats updates, and goes on from it.
+        by_update[line["update"]] = numbers
+    notes: list[str] = []
     if unusable:
         more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
         notes.append(f"left out: {'; '.join(unusable[:3])}{more}")

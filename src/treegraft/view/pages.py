@@ -4,7 +4,7 @@ tokens of a path."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -13,7 +13,6 @@ from treegraft.core.columns import FILLERS, Origin
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, StoredCause, Trajectory, Tree
 from treegraft.runs.health import HealthWarning
 from treegraft.runs.tree_json import step_to_dict
-from treegraft.view.branching import content_numbers, entropy_changes
 
 _STEP_FIELDS = (
     "id",
@@ -49,18 +48,15 @@ def best_leaf(paths: Sequence[Trajectory]) -> int | None:
     """Returns the number of the path with the highest reward; None without rewards. Ties go to a
     correct path, then to the highest advantage, then to the fewest tokens, then to the first
     path."""
-    best = None
-    least = None
-    for number, path in enumerate(paths):
-        if path.reward is None:
-            continue
-        advantage = path.advantage or 0.0
-        rank = (-path.reward, not path.leaf.is_correct, -advantage, _num_tokens(path.steps))
-        # Strictly, so that of equal paths the first one stays.
-        if least is None or rank < least:
-            best = number
-            least = rank
-    return best
+
+    def rank(number: int) -> tuple[float, bool, float, int]:
+        path = paths[number]
+        num_tokens = _num_tokens(path.steps)
+        return path.reward or 0.0, bool(path.leaf.is_correct), path.advantage or 0.0, -num_tokens
+
+    scored = [number for number, path in enumerate(paths) if path.reward is not None]
+    # Of equal ones `max` returns the first.
+    return max(scored, key=rank, default=None)
 
 
 def _leaf_row(path: Trajectory) -> dict[str, Any]:
@@ -155,25 +151,33 @@ def spell_unread(
             row["wrote"] = decode(step.token_ids.tolist())
 
 
-def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
-    for each graft its effect and its peers.
+def content_numbers(tree: Tree) -> dict[str, int]:
+    """Returns for each step a number that it shares with the steps of the same tokens by the same
+    authors."""
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    found = {}
+    for step in tree.steps:
+        key = (step.token_ids.tobytes(), step.origins.tobytes())
+        found[step.id] = numbers.setdefault(key, len(numbers))
+    return found
 
-    Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
-    compared (see `entropy_changes`), None elsewhere; `config` are the run's settings. A leaf's
-    `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
-    policy's last step before the graft and its first after it (RAPO's H- and H+).
+
+def draw(tree: Tree) -> dict[str, Any]:
+    """Returns a tree as it is drawn: steps without their tokens, and leaves with their rewards
+    and the effects of their grafts.
+
+    Steps with one `content_number` have equal tokens. A leaf's `effects` are, by the id of each
+    graft on its path, the mean entropies (nats) of the policy's last step before the graft and its
+    first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
     # Step id -> mean entropy in nats, of the steps with sampled tokens.
     entropy = {step.id: fmean(values) for step in tree.steps if (values := step.sampled_entropies)}
     numbers = content_numbers(tree)
-    changes = entropy_changes(tree, config or {})
     steps = []
     for step in tree.steps:
         row = _drawn_step(step, tree.leaves)
         row["content_number"] = numbers[step.id]
-        row["entropy_change"] = changes.get(step.id)
         steps.append(row)
     leaves = []
     for path in paths:
@@ -187,7 +191,6 @@ def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "steps": steps,
         "leaves": leaves,
         "best": best_leaf(paths),
-        "peers": _graft_peers(paths, entropy),
     }
 
 
@@ -202,57 +205,7 @@ def _around(path: Trajectory, place: int, entropy: Mapping[str, float]) -> list[
     return [before[-1], after[0]] if before and after else []
 
 
-def _action(step: Step) -> tuple[object, ...]:
-    # Thoughts are left out: agents word them differently and still do the same.
-    calls = tuple((call.name, call.body.strip()) for call in step.content.calls)
-    return calls, step.content.answer
-
-
-def _graft_peers(
-    paths: Sequence[Trajectory], entropy: Mapping[str, float]
-) -> dict[str, dict[str, Any]]:
-    """Returns for each graft its peers, the policy's steps in its place: a graft alone says nothing
-    of its effect.
-
-    By the graft's id:
-        num: steps that the policy wrote at its depth after the same calls and results.
-        num_same: those of them with the same calls and answer as the graft.
-        rewards: of the leaves below those, without a graft on their path.
-    """
-    histories = []
-    for path in paths:
-        history = []
-        for step in path.steps[1:]:
-            # Results too: after other results the same call is another place.
-            history.append((_action(step), tuple(seen.text for seen in step.content.observations)))
-        histories.append(history)
-    found: dict[str, dict[str, Any]] = {}
-    for path, history in zip(paths, histories, strict=True):
-        for place, step in enumerate(path.steps):
-            if not _is_graft(step) or step.id in found:
-                continue
-            peers: dict[str, Step] = {}
-            rewards = []
-            for other, known in zip(paths, histories, strict=True):
-                # A history has no prompt: its first place - 1 entries come before step `place`.
-                if len(other.steps) <= place or known[: place - 1] != history[: place - 1]:
-                    continue
-                peer = other.steps[place]
-                if peer.id not in entropy:
-                    continue
-                peers[peer.id] = peer
-                is_same = _action(peer) == _action(step)
-                if is_same and other.reward is not None and not any(map(_is_graft, other.steps)):
-                    rewards.append(other.reward)
-            found[step.id] = {
-                "num": len(peers),
-                "num_same": sum(_action(peer) == _action(step) for peer in peers.values()),
-                "rewards": rewards,
-            }
-    return found
-
-
-# ---------------------------------------------------------------------- one path, and searches
+# ---------------------------------------------------------------------- one path
 
 
 def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
@@ -271,51 +224,22 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
     return found
 
 
-def texts(tree: Tree) -> Iterator[str]:
-    """Yields the texts that a search looks into: question, thoughts, calls, results, answers,
-    violations, errors."""
-    yield tree.task.question
-    yield tree.task.id
-    for step in tree.steps:
-        yield step.content.thought
-        yield from (call.body for call in step.content.calls)
-        yield from (seen.text for seen in step.content.observations)
-        yield step.content.answer or ""
-        yield step.violation or ""
-    yield from (leaf.error or "" for leaf in tree.leaves)
-
-
 # ---------------------------------------------------------------------- warnings
 
 
-def page_warnings(
-    found: Sequence[Sequence[HealthWarning]], before: Sequence[HealthWarning]
-) -> list[list[dict[str, Any]]]:
-    """Returns the warnings of each line of metrics: name, rule, text, and whether the warning
-    begins with this line.
-
-    Args:
-        found: the warnings of each line.
-        before: those of the line before the first.
-    """
-    rows = []
-    for warnings in found:
-        earlier = {one.name for one in before}
-        row = []
-        for one in warnings:
-            is_new = one.name not in earlier
-            row.append(
-                {"name": one.name, "rule": one.rule.name, "text": one.text, "is_new": is_new}
-            )
-        rows.append(row)
-        before = warnings
-    return rows
+def page_warnings(found: Sequence[HealthWarning]) -> list[dict[str, str]]:
+    """Returns the warnings of a line of metrics: name, rule and text."""
+    return [{"name": one.name, "rule": one.rule.name, "text": one.text} for one in found]
 
 
-def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str, Any]]:
+def explanations(found: Sequence[HealthWarning]) -> dict[str, dict[str, Any]]:
     """Returns the rules that occur: name -> meaning, causes and advice."""
-    rules = {one.rule.name: one.rule for warnings in found for one in warnings}
-    return {
-        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice}
-        for name, rule in sorted(rules.items())
-    }
+    rules: dict[str, dict[str, Any]] = {}
+    for one in found:
+        rule = one.rule
+        rules[rule.name] = {
+            "meaning": rule.meaning,
+            "causes": list(rule.causes),
+            "advice": rule.advice,
+        }
+    return rules

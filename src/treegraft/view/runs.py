@@ -1,13 +1,11 @@
 """Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
 Nothing is parsed before it is needed. Opening a run lists its updates; a page of one reads its
-trees alone; a search through all updates looks at the bytes of a tree before it parses it. The
-summaries of the last few updates stay in memory.
+trees alone. The summaries of the last few updates stay in memory.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +32,7 @@ _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _LOOK_S = 5.0
 """Seconds between two looks for new runs in a folder of runs."""
-_DEEPEST = 4
+_DEEPEST = 3
 """Folders below a folder of runs in which runs are looked for."""
 _KEPT_FILES = 24
 """Updates and evaluations whose summaries stay in memory."""
@@ -67,17 +65,14 @@ class RunReader:
         path = self._inside("config.json")
         try:
             found = parse_json(read_inside(path, self.path))
-        except (OSError, ValueError) as error:
+            if not all(isinstance(table, dict) for table in found.values()):
+                raise ValueError("not every entry is a table")
+        except (AttributeError, OSError, ValueError) as error:
             raise DataError(
-                f"'{path}' cannot be read ({error}); expected the settings of a run",
+                f"'{path}' cannot be read ({error}); expected the settings of a run, named tables",
                 code="run-settings-unreadable",
             ) from error
-        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise DataError(
-                f"'{path}' does not hold the settings of a run: expected named tables",
-                code="run-settings-invalid",
-            )
-        return found
+        return dict(found)
 
     def setting(self, table: str, name: str) -> int | None:
         """Returns a whole number among the settings; None if there is none."""
@@ -100,15 +95,15 @@ class RunReader:
         self._metrics.refresh(self._inside("metrics.jsonl"))
         return self._metrics
 
-    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the era and all whole lines of metrics.jsonl so far."""
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns all whole lines of metrics.jsonl so far."""
         table = self.table()
-        return table.era, table.lines(range(table.num_lines))
+        return table.lines(range(table.num_lines))
 
     def clean_metrics(self) -> tuple[list[dict[str, float]], list[str]]:
         """Returns one line of numbers an update, in order, and notes on what was left out of
         metrics.jsonl."""
-        lines, notes = clean_lines(self.metrics()[1])
+        lines, notes = clean_lines(self.metrics())
         if num_damaged := self._metrics.num_damaged:
             notes.append(f"damaged lines of metrics.jsonl were left out: {num_damaged}")
         return lines, notes
@@ -160,7 +155,6 @@ class RunReader:
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = not is_over and time.time() - newest / 1e9 < _LIVE_S
         return {
-            "era": table.era,
             "num_lines": table.num_lines,
             "newest": newest,
             "update": done,
@@ -215,18 +209,14 @@ class RunReader:
         return self._read_tree(part, number)
 
     def drawn(self, name: str, number: int) -> dict[str, Any]:
-        """Returns one tree as pages show it: steps without their tokens, leaves with their rewards,
-        for each graft its effect and its peers.
+        """Returns one tree as pages show it: steps without their tokens, and leaves with their
+        rewards and the effects of their grafts.
 
         Raises:
             DataError: there is none, or it is damaged.
         """
         tree = self.tree(name, number)
-        try:
-            config = self.config()
-        except DataError:  # damaged settings must not hide the trees
-            config = {}
-        found = draw(tree, config)
+        found = draw(tree)
         spell_unread(found, tree, self.tokens.decode)
         return found
 
@@ -247,11 +237,7 @@ class RunReader:
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of an update or evaluation, in order."""
-        return self.groups_of(self._part(name))
-
-    def groups_of(self, part: TreePart) -> list[dict[str, Any]]:
-        """Returns the same for a part that `files` listed."""
-        return self._read_groups(part)
+        return self._read_groups(self._part(name))
 
 
 def _read_tree(part: TreePart, number: int) -> Tree:
@@ -276,6 +262,7 @@ class RunSet(Mapping[str, RunReader]):
         self._lock = threading.Lock()
         self._runs: dict[str, RunReader] = {}
         self._known: set[Path] = set()
+        self._folders: dict[str, str] = {}
         self._homes = [
             path for path in paths if path.is_dir() and not (path / "config.json").exists()
         ]
@@ -304,28 +291,23 @@ class RunSet(Mapping[str, RunReader]):
     def folder_of(self, name: str) -> str:
         """Returns the folder of a run below the folder that was named; "" if it is directly
         in it, and for a run that was named itself."""
-        path = self._runs[name].path.parent
-        for home in self._homes:
-            if path.is_relative_to(home.resolve()):
-                return str(path.relative_to(home.resolve())).removeprefix(".")
-        return ""
+        return self._folders.get(name, "")
 
-    def _look(self, home: Path) -> int:
-        """Adds the new runs below a folder; returns how many runs it has."""
-        found = 0
-        for folder, below, files in os.walk(home):
-            path = Path(folder)
-            if "config.json" in files and _is_run(path):
-                self._add(path)
-                found += 1
-            # A run contains no other runs, and its checkpoints are folders with a config.json too.
-            if "config.json" in files or len(path.relative_to(home).parts) >= _DEEPEST:
-                below.clear()
-            # In place: os.walk reads this list to go on. Hidden folders are half-made runs.
-            below[:] = sorted(name for name in below if not name.startswith("."))
-        return found
+    def _look(self, home: Path) -> bool:
+        """Adds the new runs below a folder; returns whether it has any."""
+        has_runs = False
+        for depth in range(1, _DEEPEST + 1):
+            for config in sorted(home.glob("*/" * depth + "config.json")):
+                path = config.parent
+                place = path.relative_to(home)
+                # Hidden folders are half-made runs.
+                is_hidden = any(part.startswith(".") for part in place.parts)
+                if not is_hidden and not leads_outside(path, home) and _is_run(path):
+                    has_runs = True
+                    self._add(path, str(place.parent).removeprefix("."))
+        return has_runs
 
-    def _add(self, path: Path) -> None:
+    def _add(self, path: Path, folder: str = "") -> None:
         # Two names of one folder, such as a link to it, are one run.
         place = path.resolve()
         if place in self._known:
@@ -333,6 +315,7 @@ class RunSet(Mapping[str, RunReader]):
         numbered = (f"{place.name}-{number}" for number in count(2))
         name = next(one for one in chain([place.name], numbered) if one not in self._runs)
         self._runs = {**self._runs, name: RunReader(path, name)}
+        self._folders[name] = folder
         self._known.add(place)
 
     def __getitem__(self, name: str) -> RunReader:

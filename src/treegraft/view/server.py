@@ -25,15 +25,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from treegraft.core.addresses import public
-from treegraft.core.errors import DataError, SettingError, TreegraftError
+from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
-from treegraft.runs.metrics import METRICS, find_meaning
+from treegraft.runs.metrics import METRICS
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.load import setting_rows
 from treegraft.settings.recipe import flatten
 from treegraft.view.pages import explanations, page_warnings, path_tokens
-from treegraft.view.query import Filter, find
 from treegraft.view.runs import RunReader, RunSet
 
 _log = logging.getLogger(__name__)
@@ -57,30 +56,6 @@ MAX_ANSWER = 64 << 20
 """Bytes of an answer."""
 MOST_PLAIN = 20_000
 """Bytes from which an answer is compressed for browsers that take it so."""
-DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""Errors that reading a damaged file may raise."""
-_NO_STATE: dict[str, Any] = {
-    "era": 0,
-    "num_lines": 0,
-    "newest": 0,
-    "update": 0,
-    "num_updates": 0,
-    "is_over": False,
-    "is_live": False,
-    "last": {},
-    "sums": {},
-    "explorers": "",
-    "model": "",
-    "seed": "",
-}
 
 
 class Guard(BaseHTTPMiddleware):
@@ -112,14 +87,7 @@ def _finite(value: Any) -> Any:
 
 def json_bytes(data: Any) -> bytes:
     """Returns data as JSON that a browser reads, whatever a damaged record contains."""
-    # Numbers that are not finite are rare: only with one of them all data are walked through.
-    try:
-        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode()
-    except UnicodeEncodeError:  # lone surrogates, which exist in no encoding
-        return json.dumps(_finite(data), separators=(",", ":")).encode()
-    except ValueError:
-        return json_bytes(_finite(data))
+    return json.dumps(_finite(data), separators=(",", ":")).encode()
 
 
 def _json(data: Any, status: int = 200) -> Response:
@@ -134,10 +102,6 @@ def _refused(_: Request) -> Response:
     return _json({"error": error}, 403)
 
 
-def _flag(request: Request, name: str) -> bool | None:
-    return {"1": True, "0": False}.get(request.query_params.get(name, ""))
-
-
 def _whole(request: Request, name: str) -> int | None:
     text = request.query_params.get(name, "")
     # No run has more of anything; longer texts are none of our pages'.
@@ -148,8 +112,8 @@ def _state(run: RunReader) -> dict[str, Any]:
     """The run's state; of a damaged one, which must not hide the others, the error instead."""
     try:
         return run.state() | {"error": None}
-    except (TreegraftError, *DAMAGE) as error:
-        return {**_NO_STATE, "error": str(error) or type(error).__name__}
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}
 
 
 class Api:
@@ -207,41 +171,29 @@ class Api:
         }
 
     def metrics(self, request: Request) -> Any:
-        """Metrics from line `first` on, with warnings; all of them if the era is another, and if
-        they are too many for one page, which then gets every stride-th."""
+        """The metrics of a run with their warnings; of too many lines for one page every stride-th,
+        and those with an evaluation or a warning."""
         run = self._run(request)
         table = run.table()
         numbers, stride = table.chosen()
-        first = _whole(request, "first") or 0
-        # After a resume the lines that the page has may no longer hold.
-        if stride > 1 or _whole(request, "era") not in (None, table.era):
-            first = 0
-        lines = table.lines(numbers[first:])
-        found = [recorded(line) for line in lines]
-        # The line before the first tells whether its warnings begin there.
-        before = recorded(table.lines([numbers[first] - 1])[0]) if first and lines else []
+        lines = table.lines(numbers)
+        for line in lines:
+            line["warnings"] = page_warnings(recorded(line))
         # The trees say how many tasks were held out; a source may have fewer than the settings.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
-        # Of the whole run, as a page asks for new lines alone and shows older warnings.
         every = dict.fromkeys(table.names(), 0.0)
         return {
-            "era": table.era,
-            "first": first,
             "stride": stride,
-            "axes": table.axes(numbers[first:]),
-            "lines": [
-                line | {"warnings": some}
-                for line, some in zip(lines, page_warnings(found, before), strict=True)
-            ],
-            "rules": explanations([recorded(every)]),
+            "axes": table.axes(numbers),
+            "lines": lines,
+            "rules": explanations(recorded(every)),
             "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 
-    def meanings(self, request: Request) -> Any:
+    def meanings(self, _: Request) -> Any:
         """The meanings of metrics."""
-        asked = request.query_params.getlist("key")
-        return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
+        return dict(METRICS)
 
     def settings(self, _: Request) -> Any:
         """Returns every setting with its meaning, its default, and whether the default follows from
@@ -257,23 +209,8 @@ class Api:
         ]
 
     def groups(self, request: Request) -> Any:
-        """Trees that match, of one file or of all."""
-        asked = request.query_params
-        wanted = Filter(
-            text=asked.get("q", "")[:500],
-            status=asked.get("status", ""),
-            has_error=_flag(request, "error"),
-            has_graft=_flag(request, "graft"),
-            has_branch=_flag(request, "branch"),
-            is_mixed=_flag(request, "mixed"),
-        )
-        return find(
-            self._run(request),
-            wanted,
-            file=asked.get("file", ""),
-            cursor=asked.get("cursor", ""),
-            kinds=asked.get("kinds", "update"),
-        )
+        """A summary of each tree of a file."""
+        return self._run(request).groups(request.query_params.get("file", ""))
 
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
@@ -299,11 +236,10 @@ def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]
     def answer(request: Request) -> Response:
         try:
             return _json(method(request))
-        except (DataError, SettingError) as error:
-            return _json({"error": str(error), "code": error.code}, 404)
         except TreegraftError as error:
-            return _json({"error": str(error), "code": error.code}, 409)
-        except DAMAGE as error:
+            return _json({"error": str(error), "code": error.code}, 404)
+        # A damaged file may make its readers raise anything.
+        except Exception as error:
             _log.warning("%s could not be read", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import SVG_EXPORT_THEME
@@ -27,7 +26,6 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.runs.transcript import Decoder, transcript
-from treegraft.view.branching import entropy_changes
 from treegraft.view.pages import best_leaf, summarise
 from treegraft.view.runs import RunReader
 
@@ -87,19 +85,15 @@ def show(run: RunReader, place: str) -> RenderableType:
     number, *leaf = map(int, numbers)
     if leaf:
         return transcript(run.path_of(name, number, leaf[0]), tokens)
-    return drawn(run.tree(name, number), tokens, run.config())
+    return drawn(run.tree(name, number), tokens)
 
 
-def drawn(
-    tree: Tree, tokens: Decoder | None = None, config: Mapping[str, Any] | None = None
-) -> RenderableType:
+def drawn(tree: Tree, tokens: Decoder | None = None) -> RenderableType:
     """Returns a tree with the transcript of its best leaf; without `tokens` a text that the format
-    could not read is replaced by its length. `config` are the run's settings, see
-    `entropy_changes`."""
+    could not read is replaced by its length."""
     paths = tree.trajectories()
     best = best_leaf(paths)
-    changes = entropy_changes(tree, config or {})
-    parts: list[RenderableType] = [Text(_summary(tree, changes)), _drawing(tree, changes), Text("")]
+    parts: list[RenderableType] = [Text(_summary(tree)), _drawing(tree), Text("")]
     if best is not None:
         title = f"leaf {best} (0 to {len(tree.leaves) - 1}), the best by reward"
         parts += [Text(title, style="bold"), transcript(paths[best], tokens)]
@@ -110,7 +104,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _summary(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> str:
+def _summary(tree: Tree) -> str:
     """A tree in one line."""
     row = summarise(tree)
     parts = [
@@ -119,41 +113,26 @@ def _summary(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> str:
         f"{row['num_branches']} branches, {row['num_grafts']} grafts",
         f"{row['num_tokens']} tokens",
     ]
-    num_weighed = 0
-    num_opened = 0
-    seen = []
-    for step in tree.steps:
-        if step.decision is not None:
-            num_weighed += 1
-            num_opened += bool(step.decision.num_opened)
-            if step.id in changes:
-                seen.append(changes[step.id]["change"])
-    if num_weighed:
-        parts.append(f"branched at {num_opened} of {num_weighed} places that were weighed")
-    if seen:
-        parts.append(f"entropy {min(seen):+.3g} to {max(seen):+.3g} nats a token")
     return "; ".join(parts)
 
 
-def _drawing(tree: Tree, changes: Mapping[str, Mapping[str, Any]]) -> Drawing:
+def _drawing(tree: Tree) -> Drawing:
     leaves = {leaf.step_id: (number, leaf) for number, leaf in enumerate(tree.leaves)}
     root = Drawing(Text(plain(tree.task.question, 300), style="bold"))
     drawn = {tree.root.id: root}
     for step in tree.steps[1:]:
         # Parents come before their children in a tree's steps.
-        drawn[step.id] = drawn[str(step.parent)].add(
-            _label(step, leaves.get(step.id), changes.get(step.id))
-        )
+        drawn[step.id] = drawn[str(step.parent)].add(_label(step, leaves.get(step.id)))
     return root
 
 
-def _label(step: Step, leaf: tuple[int, Leaf] | None, change: Mapping[str, Any] | None) -> Text:
+def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
     author = step.origin.name.lower()
     text = Text()
     text.append(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
     text.append(f" {step.num_tokens} tokens  {_action(step)}")
-    for remark, style in _remarks(step, change):
+    for remark, style in _remarks(step):
         text.append(f"  {remark}", style=style)
     if leaf is not None:
         number, end = leaf
@@ -174,24 +153,20 @@ def _action(step: Step) -> str:
     return plain(" ".join(text.split()), 60)
 
 
-def _remarks(step: Step, change: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yields why a step is there, if it is no ordinary one, with a style; `change` is that of
-    `entropy_changes`."""
+def _remarks(step: Step) -> Iterator[tuple[str, str]]:
+    """Yields why a step is there, if it is no ordinary one, with a style."""
     cause = step.cause
-    entropy = "" if change is None else f"entropy {change['change']:+.3g} nats a token, "
     if isinstance(cause, BranchCause):
         # Tree-GRPO's rule compares no entropies.
         is_drawn = cause.rule == "random"
         why = "a further child of a finished step, drawn at random"
-        yield f"branch: {why if is_drawn else f'{entropy}p {cause.probability:.3f}'}", "yellow"
+        yield f"branch: {why if is_drawn else f'p {cause.probability:.3f}'}", "yellow"
     if isinstance(cause, GraftCause):
         yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
     if isinstance(cause, StoredCause):
         yield f"stored, from {plain(cause.source, 40)}", "magenta"
     if isinstance(cause, RestartCause):
-        count = cause.num_steps
-        why = f"{cause.rule}, below {count} stored step{'s' * (count != 1)}"
+        why = f"{cause.rule}, stored steps above: {cause.num_steps}"
         yield f"begins here: {plain(why, 60)}", "cyan"
     if isinstance(cause, RetryCause):
-        begun = "an answer" if step.content.answer is not None else "a call"
-        yield f"{begun} forced beside {cause.beside}", "yellow"
+        yield f"its opening is forced, after that of {cause.beside}", "yellow"

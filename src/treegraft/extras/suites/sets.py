@@ -286,7 +286,7 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
             return "that cannot be decrypted"
     question = fields.find_value(values, rule.question)
     level = fields.find_value(values, rule.level)
-    text = fields.question_text(question[1]) if question else ""
+    text = _question_text(question[1]) if question else ""
     if not text.strip():
         return "without a question"
     found = fields.find_value(values, rule.reference)
@@ -327,3 +327,14 @@ def decrypted(values: Mapping[str, Any], columns: Sequence[str], password: str) 
             clear = bytes(byte ^ key[place % len(key)] for place, byte in enumerate(data))
             found[name] = clear.decode("utf-8")
     return found
+
+
+def _question_text(value: Any) -> str:
+    """Returns a question as text: of chat messages the last one by the user; empty where it is
+    another list or object, or messages that are not text."""
+    if fields.are_messages(value):
+        try:
+            return fields.last_question(value)
+        except ValueError:
+            return ""
+    return "" if value is None or fields.is_nested(value) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -116,17 +115,6 @@ class ClassEnvironments:
                 EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             )
         self.tools: Sequence[Tool] = tools
-        # Before the run: no object is made until the first trajectory.
-        try:
-            inspect.signature(self.made).bind(**settings.options)
-        except TypeError as error:
-            shown = json.dumps(settings.options, default=str)
-            raise SettingError(
-                f"environment.options: '{name}' cannot be made with {shown}: {error}.",
-                code="environment-not-made",
-            ) from error
-        except ValueError:  # a class written in C has no signature
-            pass
 
     def make(self) -> ClassEnvironment:
         """Returns a fresh environment; `reset` makes the object itself."""

@@ -26,13 +26,6 @@ class Trial:
     """The task as the environment begins it: with the first observation."""
 
 
-_ADVICE = {
-    Capability.FORK: "Give the class a fork() that returns a copy, or set environment.capability ="
-    " 'replay'.",
-    Capability.REPLAY: "Let equal rows begin equally: draw from the seed that reset can take.",
-}
-
-
 async def try_environment(
     kind: EnvironmentKind,
     environments: SessionOpener,
@@ -51,28 +44,21 @@ async def try_environment(
         SettingError: reset, the copy or the reward failed, or there is no reward where one is
             needed.
     """
-    part = "it cannot be begun"
-    advice = "Correct reset(), or the columns of the data."
     async with environments.sessions(task) as sessions:
         try:
             shown = await sessions.prepare(1)
             session = await sessions.start(0).open()
             if branches:
-                part = "no branch can be opened"
-                advice = _ADVICE.get(kind.capability, "")
                 point = session.mark()
                 point.reserve(1)
                 branch = await point.open()
-            part = "it has no reward"
-            advice = "Correct get_reward()."
             reward = await session.reward()
             if branches:
-                part = "a branch has no reward"
-                advice = "Correct the state it begins in."
                 await branch.reward()
         except ToolUnavailable as error:
             raise SettingError(
-                f"environment.kind: tried on task '{task.id}', {part}: {error}. {advice}".strip(),
+                f"environment.kind: tried on task '{task.id}': {error}. Correct the method that"
+                " it names, or the columns of the data.",
                 code="environment-trial-failed",
             ) from error
     if needs_reward and reward is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -174,16 +173,10 @@ class SentenceEncoder:
         )
         """Longest text in tokens, its special ones included."""
         self.name = name
-        # Renamed in sentence-transformers 6.
-        of_dim = (
-            "get_embedding_dimension"
-            if hasattr(self._model, "get_embedding_dimension")
-            else "get_sentence_embedding_dimension"
-        )
-        self.dim = int(getattr(self._model, of_dim)())
+        self.dim = int(self._model.get_embedding_dimension() or 0)
         self.num_cut = 0
         """Texts so far that were cut."""
-        self._cache: OrderedDict[str, _Encoded] = OrderedDict()
+        self._cache: dict[str, _Encoded] = {}
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -195,12 +188,10 @@ class SentenceEncoder:
             found = {text: self._cache[text] for text in texts if text in self._cache}
             missing = [text for text in dict.fromkeys(texts) if text not in found]
             found.update(zip(missing, self._run(missing), strict=True))
-            # The latest use counts, so that keys of the present update stay.
-            for text in found:
-                self._cache[text] = found[text]
-                self._cache.move_to_end(text)
+            self._cache.update(found)
+            # The oldest go first: a dict keeps the order of insertion.
             while len(self._cache) > CACHE_SIZE:
-                self._cache.popitem(last=False)
+                del self._cache[next(iter(self._cache))]
             self.num_cut += sum(found[text][1] for text in texts)
         return np.stack([found[text][0] for text in texts])
 

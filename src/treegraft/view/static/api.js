@@ -22,7 +22,6 @@ export const to = {
   runs: (query) => link(["runs"], query),
   settings: (query) => link(["settings"], query),
   updates: (run) => link(["r", run]),
-  search: (run, query) => link(["r", run, "s"], query),
   groups: (run, file, query) => link(["r", run, "t", file], query),
   tree: (run, file, n, query) => link(["r", run, "t", file, n], query),
 };

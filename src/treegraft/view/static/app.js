@@ -4,7 +4,7 @@ import { fileTitle, get, here, link, to } from "./api.js";
 import { chosenRuns } from "./chosen.js";
 import { h, hideTip, replace } from "./dom.js";
 import { overview } from "./overview.js";
-import { groups, search, updates } from "./lists.js";
+import { groups, updates } from "./lists.js";
 import { runsPage } from "./runs.js";
 import { settingsPage } from "./settings.js";
 import { treePage } from "./tree.js";
@@ -23,7 +23,6 @@ const TABS = [
 ];
 const RUN_TABS = [
   { id: "updates", label: "Updates", address: (run) => to.updates(run) },
-  { id: "search", label: "Search", address: (run) => to.search(run) },
 ];
 const GENERAL = [
   ["?", "these keys"],
@@ -43,7 +42,6 @@ function choose(parts, query) {
   if (parts[0] !== "r" || !known) throw new Error(`There is no run "${run ?? parts[0]}" here.`);
   const ctx = { ...context, run };
   if (!kind) return { make: () => updates(page, ctx), up: to.overview(), tab: "updates", run };
-  if (kind === "s") return { make: () => search(page, ctx), up: to.updates(run), tab: "search", run };
   if (kind === "t" && number !== undefined) return { make: () => treePage(page, ctx, file, Number(number)), up: to.groups(run, file), tab: "updates", run };
   if (kind === "t") return { make: () => groups(page, ctx, file), up: to.updates(run), tab: "updates", run };
   throw new Error("There is no such page.");
@@ -95,7 +93,7 @@ function drawBar({ tab, run }, parts) {
   const one = runs.find((r) => r.name === name);
   const picker = h(
     "select",
-    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = tab === "search" ? to.search(event.target.value) : to.updates(event.target.value)) },
+    { "aria-label": "run", id: "run-picker", onchange: (event) => (location.hash = to.updates(event.target.value)) },
     runs.map((r) => h("option", { value: r.name }, r.folder ? `${r.folder}/${r.name}` : r.name)),
   );
   picker.value = name ?? "";
@@ -129,17 +127,21 @@ function refreshLive() {
   if (place) replace(place, liveText(one));
 }
 
-const statesOf = () => JSON.stringify(runs.map((r) => [r.era, r.num_lines, r.newest]));
+const statesOf = () => JSON.stringify(runs.map((r) => [r.num_lines, r.newest]));
 
 function showFault(text) {
   const place = document.getElementById("live");
   if (place) replace(place, h("b", { class: "bad" }, text));
 }
 
+// A run whose files are damaged has an error alone.
+const NOTHING = { num_lines: 0, newest: 0, update: 0, num_updates: 0, is_over: false, is_live: false, last: {}, sums: {}, explorers: "", model: "", seed: "" };
+const states = async () => (await get("runs")).map((run) => ({ ...NOTHING, ...run }));
+
 async function lookAgain() {
   const before = statesOf();
   try {
-    runs.splice(0, runs.length, ...(await get("runs")));
+    runs.splice(0, runs.length, ...(await states()));
   } catch {
     document.body.classList.add("gone");
     showFault("the viewer has ended");
@@ -187,7 +189,7 @@ function onKey(event) {
   event.preventDefault();
 }
 
-runs = await get("runs");
+runs = await states();
 // Of many runs some are chosen first.
 if (!location.hash && runs.length > 8) history.replaceState(null, "", to.runs());
 addEventListener("hashchange", show);

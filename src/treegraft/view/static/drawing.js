@@ -124,7 +124,7 @@ export class Drawing {
     node.brief = answer === null || answer === undefined ? node.text : flat(answer, 400);
     node.second = flat(observations.length ? observations.map((seen) => seen.text).join(" ") : node.text.includes(flat(thought, 60)) ? "" : thought, 400);
     node.marks = [
-      node.kind === "branch" && { name: "branch", text: step.entropy_change ? brief(step.entropy_change.change) : isDrawn(step) ? "drawn" : `P ${brief(step.cause.probability).slice(1)}`, change: step.entropy_change?.change },
+      node.kind === "branch" && { name: "branch", text: isDrawn(step) ? "drawn" : `P ${brief(step.cause.probability).slice(1)}` },
       node.kind === "retry" && { name: "branch", text: "forced" },
       node.kind === "graft" && { name: "graft" },
       step.content.observations.some((seen) => seen.is_error) && node.kind !== "graft" && { name: "error" },
@@ -258,9 +258,7 @@ export class Drawing {
     const room = (isFull) => Math.max(0, at.inside - this.marksWidth(node, isFull, isNarrow));
     const isFull = !isNarrow && room(true) >= Math.min(LEAST_LABEL, this.width(node.brief));
     const lines = isNarrow ? this.narrowLines(node, room(false), at.inside) : this.lines(node, room(isFull), at.inside);
-    const most = Math.max(1e-9, ...this.tree.steps.map((one) => Math.abs(one.entropy_change?.change ?? 0)));
-    const bar = (mark) => mark.change !== undefined && put(h("i", { class: "rise" }), { width: `${Math.round(100 * Math.abs(mark.change) / most)}%` });
-    const marks = node.marks.map((mark) => h("span", { class: `mark ${mark.name}` }, icon(mark.name), isFull && mark.text && h("span", null, mark.text, bar(mark))));
+    const marks = node.marks.map((mark) => h("span", { class: `mark ${mark.name}` }, icon(mark.name), isFull && mark.text && h("span", null, mark.text)));
     const after = node.after && h("span", { class: `mark ${node.after.name}` }, icon(node.after.name));
     const isStacked = isNarrow && this.isStacked(node, at.inside) > 0;
     // Without a second line the number alone is drawn: colour and edge still say what the step is.

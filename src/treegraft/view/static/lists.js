@@ -1,4 +1,4 @@
-// Lists: the updates of a run, the groups of an update, a search through all.
+// Lists: the updates of a run, and the groups of an update.
 
 import { fileTitle, get, here, note, runPath, to } from "./api.js";
 import { flat, h, num, percent, plain, plural, replace } from "./dom.js";
@@ -29,7 +29,7 @@ export async function updates(page, { run, query }) {
   const chooser = h("select", { "aria-label": "which", onchange: (event) => { only = event.target.value; note({ only }); draw(); } },
     [["", "updates and evaluations"], ["update", "updates"], ["eval", "evaluations"], ["warned", "with warnings"]].map(([value, label]) => h("option", { value }, label)));
   chooser.value = only;
-  replace(page, h("div", { class: "tools" }, h("h1", null, run), chooser, searchBox(run), h("span", { class: "spring" }), h("a", { href: to.settings({ runs: run }) }, "its settings")), place);
+  replace(page, h("div", { class: "tools" }, h("h1", null, run), chooser, h("span", { class: "spring" }), h("a", { href: to.settings({ runs: run }) }, "its settings")), place);
   let data = [];
   const drawList = makeList(place, { id: "updates", columns: UPDATE_COLUMNS, query, first: "update", down: true, address: (row) => to.groups(run, row.name), rowClass: (row) => (row.warnings.length ? "warned" : null),
     empty: () => (data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).") });
@@ -47,16 +47,11 @@ export async function updates(page, { run, query }) {
   return { title: "updates", refresh: load };
 }
 
-function searchBox(run) {
-  return h("form", { onsubmit: (event) => { event.preventDefault(); location.hash = to.search(run, { q: event.target.q.value }); } },
-    h("input", { type: "search", name: "q", placeholder: "search all updates   /", "aria-label": "search all updates" }));
-}
-
 // ---- groups
 
 const FLAGS = [["", "any"], ["1", "yes"], ["0", "no"]];
 const FILTERS = [
-  ["q", "text", "search"],
+  ["q", "question", "search"],
   ["status", "status", [["", "any"], ["completed", "completed"], ["truncated", "truncated"], ["format_violation", "format violation"], ["failed", "failed"]]],
   ["error", "tool error", FLAGS],
   ["graft", "graft", FLAGS],
@@ -76,11 +71,20 @@ function filters(query, onChange) {
   const fields = FILTERS.map(([name, label, kind]) => {
     const field = Array.isArray(kind)
       ? h("select", { id: `f-${name}`, onchange: (event) => change(name, event.target.value) }, kind.map(([value, text]) => h("option", { value }, text)))
-      : h("input", { id: `f-${name}`, type: "search", placeholder: "question, thought, call, result, answer   /", oninput: (event) => change(name, event.target.value) });
+      : h("input", { id: `f-${name}`, type: "search", placeholder: "question or category   /", oninput: (event) => change(name, event.target.value) });
     field.value = values[name];
     return h("label", { class: kind === "search" ? "wide" : null }, label, " ", field);
   });
   return { values, element: h("div", { class: "tools filters" }, fields), cancel: () => clearTimeout(later) };
+}
+
+// The leaves of a group that match: one leaf has to meet all conditions on leaves.
+function matches(row, values) {
+  const is = (wanted, found) => wanted === "" || (wanted === "1") === found;
+  const isFound = `${row.question} ${row.category}`.toLowerCase().includes(values.q.toLowerCase());
+  if (!isFound || !is(values.mixed, row.reward_min !== row.reward_max)) return [];
+  const isLike = (leaf) => (values.status === "" || leaf.status === values.status) && is(values.error, leaf.num_errors > 0) && is(values.graft, leaf.num_grafts > 0) && is(values.branch, leaf.num_branches > 0);
+  return row.leaves.flatMap((leaf, n) => (isLike(leaf) ? [n] : []));
 }
 
 const STATUS = { completed: "completed", truncated: "truncated", format_violation: "violation", failed: "failed" };
@@ -106,7 +110,7 @@ function strips(rows) {
 
 const GROUP_COLUMNS = [
   { key: "n", label: "group", of: (row) => row.n, lead: true, keep: true, show: (row) => `group ${row.n}` },
-  { key: "question", label: "question", of: (row) => row.question, text: true, keep: true, wide: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 300)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
+  { key: "question", label: "question", of: (row) => row.question, text: true, keep: true, wide: true, show: (row) => h("span", { class: "foreign" }, flat(row.question, 300)) },
   { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
   { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), keep: true, show: null },
   { key: "reward", label: "reward", of: (row) => row.reward_mean, keep: true },
@@ -132,17 +136,13 @@ export async function groups(page, { run, query }, file) {
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
   const drawList = makeList(found, { id: "groups", columns: groupColumns, query, first: "n", address: treeAddress(run), empty: () => "No tree is like that." });
-  let turn = 0;
-  let isFirst = true;
-  const load = async (values) => {
-    const mine = ++turn;
-    const got = await get(runPath(run, "/groups"), { ...values, file });
-    if (mine !== turn) return;
-    count.textContent = plural(got.groups.length, "tree");
-    drawList(got.groups, !isFirst);
-    isFirst = false;
+  const all = await get(runPath(run, "/groups"), { file });
+  const draw = (values, isNew = true) => {
+    const rows = all.map((row) => ({ ...row, matches: matches(row, values) })).filter((row) => row.matches.length);
+    count.textContent = plural(rows.length, "tree");
+    drawList(rows, isNew);
   };
-  const chosen = filters(query, load);
+  const chosen = filters(query, draw);
   const one = await get(runPath(run));
   const same = one.files.filter((f) => (f.kind === "update") === file.startsWith("update"));
   const at = same.findIndex((f) => f.name === file);
@@ -150,47 +150,6 @@ export async function groups(page, { run, query }, file) {
   replace(page,
     h("div", { class: "title" }, h("h1", null, fileTitle(file)), h("button", { disabled: at <= 0, onclick: () => step(-1), title: "key [" }, "‹ before"), h("button", { disabled: at + 1 >= same.length, onclick: () => step(1), title: "key ]" }, "next ›"), count),
     chosen.element, found);
-  await load(chosen.values);
+  draw(chosen.values, false);
   return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)]] };
-}
-
-// ---- search
-
-const WHERE = { key: "file", label: "where", lead: true, keep: true, of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true };
-
-export async function search(page, { run, query }) {
-  let kinds = query.kinds ?? "update";
-  const found = h("div");
-  const count = h("span", { class: "dim", id: "count" });
-  const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
-  let [rows, cursor, turn, values] = [[], null, 0, {}];
-  const damaged = [];
-  const drawList = makeList(found, { id: "groups", columns: (some) => [WHERE, ...groupColumns(some).slice(1)], query, first: "file", down: true, address: treeAddress(run), empty: () => (cursor ? "Nothing yet." : "No tree is like that.") });
-  const ask = async (mine) => {
-    const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
-    if (mine !== turn) return;
-    rows = [...rows, ...got.groups];
-    cursor = got.cursor;
-    damaged.push(...got.damaged);
-    count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}${damaged.length ? `; left out: ${damaged.join("; ")}` : ""}`;
-    more.hidden = !cursor;
-    drawList(rows);
-    // A rare text may be far back: looks on by itself until there is a page of trees.
-    if (cursor && rows.length < 50) await ask(mine);
-  };
-  const goOn = () => ask(++turn);
-  const load = (now) => {
-    values = now;
-    [rows, cursor] = [[], null];
-    damaged.length = 0;
-    return ask(++turn);
-  };
-  const chosen = filters(query, load);
-  const chooser = h("select", { "aria-label": "where", onchange: (event) => { kinds = event.target.value; note({ kinds }); load(chosen.values); } }, [["update", "updates"], ["eval", "evaluations"], ["all", "both"]].map(([value, label]) => h("option", { value }, label)));
-  chooser.value = kinds;
-  chosen.element.append(h("label", null, "in ", chooser));
-  replace(page, h("div", { class: "title" }, h("h1", null, `Search ${run}`), count), chosen.element, found, more);
-  page.querySelector("input[type=search]").focus({ preventScroll: true });
-  await load(chosen.values);
-  return { title: "search", close: () => { chosen.cancel(); turn++; } };
 }

@@ -91,7 +91,7 @@ export function leafChip(leaf) {
 
 // ---- steps
 
-// A change of entropy as it fits into a mark.
+// A probability as it fits into a mark.
 export const brief = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value) >= 9.95 ? Math.round(Math.abs(value)) : Math.abs(value).toFixed(Math.abs(value) < 0.005 ? 3 : 2).replace(/^0\./, ".")}`;
 
 // The comparison that decided: P had to exceed a threshold or a random number. Shown with as many digits as tell the two apart.
@@ -105,12 +105,9 @@ function decided(seen, holds) {
 
 const went = (change, size) => (Math.abs(change) < 5e-7 ? "did not change" : `${change > 0 ? "rose" : "fell"} by ${size}`);
 
-// The visible cause: where, and how entropy went against the start of the trajectory.
-function changeWords(step, seen) {
-  const found = step.entropy_change;
-  if (!found) return `entropy ${went(seen.entropy_change, `${num(Math.abs(seen.entropy_change), 4)} in the rule's unit`)} against the start of the trajectory`;
-  const where = found.after_tool ? `after the result of ${plain(found.after_tool)} ` : "";
-  return `${where}entropy ${went(found.change, `${num(Math.abs(found.change), 3)} nats a token`)} against the start of the trajectory (${num(found.before, 3)} → ${num(found.after, 3)}, mean of the first ${plural(found.num, "token")})`;
+// The visible cause: how entropy went against the start of the trajectory.
+function changeWords(seen) {
+  return `entropy ${went(seen.entropy_change, `${num(Math.abs(seen.entropy_change), 4)} in the rule's unit`)} against the start of the trajectory`;
 }
 
 // Whether a branch was considered beside a step and not, or not wholly, opened: "refused" by the rule, "budget" for want of leaves; or null.
@@ -124,8 +121,8 @@ export function refusalWords(step) {
   const why = refusal(step);
   if (!why) return null;
   const { seen, num_wanted, num_opened } = step.decision;
-  if (why === "refused") return `No branch beside it: ${changeWords(step, seen)}, ${decided(seen, false)}.`;
-  return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(step, seen)}, ${decided(seen, true)}.`;
+  if (why === "refused") return `No branch beside it: ${changeWords(seen)}, ${decided(seen, false)}.`;
+  return `${num_opened} of ${plural(num_wanted, "branch", "branches")} beside it, for the group's budget of leaves was spent: ${changeWords(seen)}, ${decided(seen, true)}.`;
 }
 
 // A branch of Tree-GRPO, for which no entropies were compared.
@@ -137,7 +134,7 @@ export function causeWords(step) {
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
   if (isDrawn(step)) return "a branch: a further child of a finished step, drawn at random";
-  if (cause.kind === "branch") return `a branch: ${changeWords(step, cause)}, ${decided(cause, true)}`;
+  if (cause.kind === "branch") return `a branch: ${changeWords(cause)}, ${decided(cause, true)}`;
   if (cause.kind === "stored") return `a stored step of “${plain(cause.source)}”, whose trajectory earned ${score(cause.reward)}; rollouts begin below it`;
   if (cause.kind === "restart") return `the beginning of a rollout below ${plural(cause.num_steps, "stored step")} (${plain(cause.rule)})`;
   if (cause.kind === "retry") return `a retry: begins with the thought of step ${cause.beside} and a forced opening (${plain(cause.rule)})`;

@@ -34,11 +34,9 @@ export async function overview(page, { runs, query, go }) {
   let plots = [];
 
   async function load(name) {
-    const known = loaded.get(name);
-    const got = await get(runPath(name, "/metrics"), known ? { first: known.lines.length, era: known.era } : {});
-    const fresh = got.lines.map((line, n) => ({ ...line, at: Object.fromEntries(Object.entries(got.axes).map(([key, sums]) => [key, sums[n]])) }));
-    const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...fresh] : fresh;
-    loaded.set(name, { name, era: got.era, lines, stride: got.stride, numEval: got.num_eval, rules: got.rules });
+    const got = await get(runPath(name, "/metrics"));
+    const lines = got.lines.map((line, n) => ({ ...line, at: Object.fromEntries(Object.entries(got.axes).map(([key, sums]) => [key, sums[n]])) }));
+    loaded.set(name, { name, lines, stride: got.stride, numEval: got.num_eval, rules: got.rules });
   }
 
   const legend = h("div", { class: "legend", id: "run-legend" });

@@ -105,14 +105,12 @@ function branches(tree) {
   if (!found.length && looked.length) return { kind: "plain", words: `No branch: considered ${looked.length === 1 ? "once" : `${looked.length} times`}${spent ? `, ${spent} without budget` : ""}` };
   if (!found.length) return tree.leaves.length > 1 ? { kind: "plain", words: `No branch${tree.steps.some(isTwin(tree)) ? ": forks are rollouts that began alike" : ""}` } : null;
   const measured = found.filter((step) => !isDrawn(step));
-  const nats = measured.map((step) => step.entropy_change).filter(Boolean);
-  const tools = [...new Set(nats.map((one) => one.after_tool).filter(Boolean))];
-  const changes = nats.length ? nats.map((one) => one.change) : measured.map((step) => step.cause.entropy_change);
+  const changes = measured.map((step) => step.cause.entropy_change);
   const drawn = measured.length < found.length ? `${measured.length ? `; ${found.length - measured.length} of them` : ""} below finished steps, drawn at random` : "";
-  const entropies = measured.length ? `${tools.length ? ` after ${tools.slice(0, 2).map((one) => plain(one)).join(" or ")}` : ""} where entropy ${way(changes)} (${spanned(changes)} ${nats.length ? "nats a token" : "in the rule's unit"}; ${ruleWords(measured)})` : "";
+  const entropies = measured.length ? ` where entropy ${way(changes)} (${spanned(changes)} in the rule's unit; ${ruleWords(measured)})` : "";
   const why = `${entropies}${drawn}`;
   const refused = spent ? `; ${spent} more found no budget` : "";
-  return { kind: "branch", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_branches > 0)), words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: measured.length ? `${plural(looked.length, "step")} considered${refused}. ${WORDS.nats}` : "" };
+  return { kind: "branch", leaf: shownFirst(tree, where(tree, (leaf) => leaf.num_branches > 0)), words: `${plural(found.length, "branch", "branches")}${why}${compared(tree, "num_branches")}`, title: measured.length ? `${plural(looked.length, "step")} considered${refused}.` : "" };
 }
 
 // Whether a step has the tokens of another child of its parent, each of them no branch: rollouts that began alike.

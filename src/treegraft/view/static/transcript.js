@@ -45,17 +45,13 @@ function belowWords(step, tree) {
   const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
   const mean = (leaves) => score(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
   if (!below.length || !others.length) return null;
-  const own = tree.peers[step.id]?.rewards ?? [];
-  const itself = own.length ? `${score(own.reduce((sum, one) => sum + one, 0) / own.length)} over the ${plural(own.length, "ungrafted leaf", "ungrafted leaves")} where the policy took this very step itself, ` : "";
-  return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${itself}${mean(others)} over the ${others.length} others of the group.`;
+  return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${mean(others)} over the ${others.length} others of the group.`;
 }
 
-// A graft beside what the policy did in its place: the graft alone does not show its effect.
+// What changed with a graft: the policy's entropy, and the rewards below it.
 function graftWords(step, tree, effect) {
-  const peers = tree.peers[step.id];
   const found = [];
   if (step.cause.task_id === tree.task.id) found.push("The retrieved trajectory answered this very question.");
-  if (peers?.num) found.push(`In its place, after the same calls and results, the policy itself ${peers.num_same ? `took this same step in ${peers.num_same} of ${plural(peers.num, "case")}` : `went on ${plural(peers.num, "time")}, never with this step`}.`);
   if (effect) found.push(`The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])}).`);
   const below = belowWords(step, tree);
   return below ? [...found, below] : found;

@@ -14,7 +14,7 @@ function drawingLegend(tree) {
   const has = (test) => tree.steps.some(test);
   const item = (mark, words, name) => h("span", { class: `item ${name ?? ""}` }, mark, " ", words);
   const branches = tree.steps.filter((one) => one.cause?.kind === "branch");
-  const [measured, bare] = [branches.find((one) => one.entropy_change), branches.find((one) => !one.entropy_change && !isDrawn(one))];
+  const bare = branches.find((one) => !isDrawn(one));
   // Which steps stand for several, and where such a one forks although nothing was branched or grafted.
   const twins = rows(fold(tree)).nodes.filter((node) => node.ids.length > 1);
   const isFork = (node) => node.children.filter((one) => !["branch", "graft", "retry"].includes(one.step.cause.kind)).length > 1;
@@ -23,7 +23,6 @@ function drawingLegend(tree) {
   return h("div", { class: "treelegend" },
     origins.map((name) => item(h("i", { class: `stripe by-${name}` }), name === "policy" ? "by the policy" : name)),
     has((one) => one.cause?.kind === "graft") && item(icon("graft"), "graft: a step of another agent", "graft"),
-    measured && item(icon("branch"), [h("b", null, brief(measured.entropy_change.change)), " branch, and the change of entropy before it in nats a token"], "branch"),
     bare && item(icon("branch"), [h("b", null, `P ${brief(bare.cause.probability).slice(1)}`), " branch, and the rule's probability"], "branch"),
     has(isDrawn) && item(icon("branch"), [h("b", null, "drawn"), " branch: a further child of a finished step, drawn at random"], "branch"),
     has((one) => one.cause?.kind === "retry") && item(icon("branch"), [h("b", null, "forced"), " retry: the opening of a call or an answer is forced, the rest is the policy's"], "branch"),
@@ -83,7 +82,6 @@ export async function treePage(page, { run, query, go }, file, n) {
   replace(page,
     h("div", { class: "title" },
       h("h1", null, `${fileTitle(file)}, group ${n}`), h("button", { disabled: n === 0, onclick: () => neighbour(-1), title: "group before (key p)", "aria-label": "group before" }, "‹"), h("button", { disabled: n + 1 >= tree.num_trees, onclick: () => neighbour(1), title: "next group (key n)", "aria-label": "next group" }, "›"),
-      h("a", { href: to.search(run, { q: tree.task.id, kinds: "all" }) }, h("span", { class: "roomy" }, "this task "), "across updates"),
       tree.task.category && h("span", { class: "dim roomy" }, plain(tree.task.category)),
       h("div", { class: "overlays" }, h("span", { class: "dim" }, "colour by"), overlayChoice, overlayButtons, legend)),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
