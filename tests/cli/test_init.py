@@ -55,7 +55,7 @@ def test_the_commands_that_are_printed_work(tmp_path: Path) -> None:
     printed = said(tmp_path, "init", "my agent")
     assert "my agent/my_tool.py" in printed and "chat.toml" not in printed
     assert "next: cd 'my agent' && " in printed
-    assert "my_reward:one_call" in said(tmp_path / "my agent", "doctor", "recipe.toml", "--json")
+    assert "verdict: ready" in said(tmp_path / "my agent", "doctor", "recipe.toml")
 
 
 @pytest.mark.slow

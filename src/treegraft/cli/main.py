@@ -25,7 +25,6 @@ from treegraft.cli.commands import (
     Overrides,
     RunAsked,
     Smoke,
-    refuse_idle,
     run_command,
     say,
     table,
@@ -41,7 +40,6 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
     memory_fault,
-    nearest,
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
@@ -59,17 +57,6 @@ class _Commands(Plugged):
         if _TRUST in own:
             args = [_TRUST, *(one for one in own if one != _TRUST), *args[len(own) :]]
         return super().parse_args(ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else ""
-        names = self.list_commands(ctx)
-        if name and not name.startswith("-") and name not in names:
-            raise SettingError(
-                f"command line: there is no command '{name}'; expected one of"
-                f" {', '.join(names)}.{nearest(name, names)}",
-                code="unknown-command",
-            )
-        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -279,20 +266,15 @@ app.command("config")(show_config)
 
 @app.command()
 def doctor(
-    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    smoke: Smoke = None,
+    smoke: Smoke = False,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Estimate memory on this number of GPUs."),
+        typer.Option("--gpus", min=1, help="Estimate the recipe's memory on this number of GPUs."),
     ] = None,
-    gpu_gb: Annotated[
-        float, typer.Option(min=1, help="Memory of each of them, in 10^9 bytes.")
-    ] = 80,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -303,18 +285,11 @@ def doctor(
     from treegraft.cli.doctor import examine, print_examination
     from treegraft.settings.load import load_config
 
-    if recipe is None:
-        refuse_idle(context, "without a recipe", "--smoke", "--gpus")
-    if num_gpus is None:
-        refuse_idle(context, "without --gpus", "--gpu-gb")
-    config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config, num_gpus=num_gpus, gpu_gb=gpu_gb)
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        print_examination(found)
+    config = None if recipe is None else load_config(recipe, overrides or [], smoke=smoke)
+    found = examine(config, num_gpus)
+    print_examination(found)
     # So that a script can stop before it starts a run.
-    if not found.verdict.is_good:
+    if found.faults:
         raise typer.Exit(2)
 
 
