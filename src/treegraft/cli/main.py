@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,6 @@ from treegraft.cli.build import build
 from treegraft.cli.commands import (
     AsJson,
     Overrides,
-    RunAsked,
     Smoke,
     run_command,
     say,
@@ -44,6 +43,9 @@ from treegraft.core.errors import (
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.registry import registered_with_commands
+
+if TYPE_CHECKING:
+    from treegraft.settings.config import Config
 
 _TRUST = "--trust"
 
@@ -124,7 +126,7 @@ app.command()(init)
 
 @app.command()
 @run_command
-def train(asked: RunAsked) -> None:
+def train(config: Config, **arguments: Any) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
@@ -132,27 +134,25 @@ def train(asked: RunAsked) -> None:
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with asked.carried_out() as arguments:
-        run_training(asked.config, **arguments)
+    run_training(config, **arguments)
 
 
 @app.command()
 @run_command
-def sft(asked: RunAsked) -> None:
+def sft(config: Config, **arguments: Any) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup].
 
     It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
     """
-    if asked.config.warmup.num_steps == 0:
+    if config.warmup.num_steps == 0:
         raise SettingError(
-            f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
-            " fine-tune; add warmup.num_steps=300.",
+            "warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.",
             code="nothing-to-imitate",
+            settings=["warmup.num_steps"],
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with asked.carried_out() as arguments:
-        run_fine_tuning(asked.config, **arguments)
+    run_fine_tuning(config, **arguments)
 
 
 app.add_typer(eval_app)
