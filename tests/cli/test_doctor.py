@@ -127,7 +127,7 @@ SEVEN: dict[str, Any] = {
 
 
 def total(num_gpus: int, *overrides: str) -> str:
-    found = memory.memory(load_config(SEVEN, overrides), (), num_gpus)
+    found = memory.memory(load_config(SEVEN, overrides), num_gpus)
     assert found.is_good and found.note.startswith("by a formula, not measured: ")
     return found.value.partition(" of each GPU")[0]
 

@@ -127,7 +127,7 @@ def test_doctor_names_what_a_papers_recipe_lacks(
     assert ("tools.search.corpus" in lacks) is is_dense
     assert ("SERPER_API_KEY" in lacks) is not is_dense
     # The hardware that the recipe is written for.
-    total = memory(config, (), 8)
+    total = memory(config, 8)
     # The sizes of other people's checkpoints are read once they are there.
     if shape_named(config.model.path):
         assert float(total.value.split()[0]) < 80

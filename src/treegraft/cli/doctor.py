@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -29,7 +28,6 @@ from treegraft.settings.config import Config
 from treegraft.settings.explore import MADE_BY_RUN, reads_buffer
 from treegraft.settings.packages import missing_packages
 from treegraft.settings.table import with_choices
-from treegraft.tasks.build import build_tasks
 
 REQUIRED = [
     "torch",
@@ -56,10 +54,11 @@ MODELS = {
 
 
 def _version(package: str) -> str | None:
-    # Of the metadata, since importing torch for its version takes seconds.
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    try:
+        # Of the metadata, since importing torch for its version takes seconds.
         return importlib.metadata.version(package)
-    return None
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def installed() -> Iterator[Finding]:
@@ -141,15 +140,6 @@ class Examination:
         return found
 
 
-def _vocabulary(config: Config) -> list[str]:
-    """The words of the tasks, which a tiny model has embeddings of."""
-    if config.model.path == "tiny":
-        # Tasks that cannot be had are reported elsewhere.
-        with contextlib.suppress(TreegraftError):
-            return [*build_tasks(config.tasks, config.run.seed).vocabulary()]
-    return []
-
-
 def examine(config: Config | None, num_gpus: int | None = None) -> Examination:
     """Returns what was found about this machine, and about a recipe.
 
@@ -167,7 +157,7 @@ def examine(config: Config | None, num_gpus: int | None = None) -> Examination:
     for what, text in missing_packages(config).items():
         needs.append(Finding(what, "missing", False, text[len(what) + 1 :]))
     try:
-        needs.append(memory(config, _vocabulary(config), num_gpus))
+        needs.append(memory(config, num_gpus))
     # The latter if a package that reads the weights is not installed.
     except (ModelError, SettingError) as error:
         needs.append(Finding("model.path", config.model.path, False, str(error)))

@@ -13,7 +13,6 @@ keys and values of 2 · layers · key-value heads · head width · b.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from treegraft.core.finding import Finding
 from treegraft.policy.shapes import BYTES, ModelShape
@@ -57,12 +56,9 @@ def needed(
     return parts
 
 
-def memory(config: Config, vocabulary: Sequence[str], num_gpus: int | None = None) -> Finding:
+def memory(config: Config, num_gpus: int | None = None) -> Finding:
     """Returns the estimate: of each of `num_gpus` GPUs, which need not be here, or against the
     memory of this machine.
-
-    Args:
-        vocabulary: words of the "tiny" model's tokenizer.
 
     Raises:
         ModelError, SettingError: as of `load_shape`.
@@ -72,7 +68,8 @@ def memory(config: Config, vocabulary: Sequence[str], num_gpus: int | None = Non
 
     from treegraft.policy.load import load_shape
 
-    shape = load_shape(config.model, vocabulary)
+    # Without the words of the tasks, whose embeddings in a "tiny" model are a few MB at most.
+    shape = load_shape(config.model)
     if shape is None:
         note = (
             f"'{config.model.path}' is not on this machine yet, so its size is not known; it is"
