@@ -175,7 +175,7 @@ def test_model_folders_that_cannot_be_used(
             {"tasks": {"kind": "arithmetic"}, "tools": {"use": ["python"]}},
             ('model.path is "tiny"', "no closed vocabulary", "name a real model"),
         ),
-        ({"credit": {"rule": "ranks"}}, ("credit.rule: 'ranks' is no import path",)),
+        ({"credit": {"rule": "ranks"}}, ("credit.rule: got 'ranks'", "or an import path")),
         (
             {"engine": {"kind": "tests.cli.test_bad_input:Broken"}},
             ("raised TypeError", "test_bad_input.py, line", "mend it there"),
@@ -423,7 +423,7 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     (foreign / "config.json").write_text('{"model_type": "llama"}')
     with raises_code("folder-untrusted"):
         train(None, resume=foreign)
-    code, text = treegraft("train", "--resume", foreign, "--trust")
+    code, text = treegraft("--trust", "train", "--resume", foreign)
     assert (
         code == 3
         and f"run folder '{foreign}'" in text

@@ -47,23 +47,9 @@ from treegraft.core.registry import registered_with_commands
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
 
-_TRUST = "--trust"
-
-
-class _Commands(Plugged):
-    """The commands; an error names the one nearest to an unknown one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # An option of all commands, wherever it stands.
-        own = args[: args.index("--")] if "--" in args else args
-        if _TRUST in own:
-            args = [_TRUST, *(one for one in own if one != _TRUST), *args[len(own) :]]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
     name="treegraft",
-    cls=_Commands,
+    cls=Plugged,
     help=(
         "Train language-model agents that use tools, with reinforcement learning on trees of steps."
     ),
@@ -76,13 +62,6 @@ app = typer.Typer(
 buffer_app.command()(build)
 app.add_typer(buffer_app)
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
-    ),
-]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -109,9 +88,9 @@ def options(
     trust: Annotated[
         bool,
         typer.Option(
-            _TRUST,
+            "--trust",
             help="Go on with a run folder or checkpoint that you did not make, whose settings may"
-            " run code, and trust it from now on; also behind the command.",
+            " run code, and trust it from now on.",
         ),
     ] = False,
 ) -> None:
