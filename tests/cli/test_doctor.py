@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.support.error_codes import raises_code
 
-from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
+from treegraft.cli import memory
 from treegraft.cli.doctor import missing_files
 from treegraft.cli.memory import gigabytes, needed
 from treegraft.policy.load import load_model, load_shape
@@ -158,9 +158,11 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     program.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.gpus() == ["NVIDIA H100, 81559 MiB"]
+    assert memory.gpus() == ["NVIDIA H100, 81559 MiB"]
+    found = memory.memory(load_config(SEVEN))
+    assert not found.is_good and "of 85.5 GB" in found.value
     program.unlink()
-    assert doctor.gpus() == []
+    assert memory.gpus() == []
 
 
 def test_the_words_of_the_tasks_count_as_weights_of_a_tiny_model() -> None:

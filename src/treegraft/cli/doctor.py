@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.cli.commands import table
-from treegraft.cli.memory import gigabytes, memory, physical_memory
+from treegraft.cli.memory import gigabytes, gpus, memory, physical_memory
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, SettingError, TreegraftError
 from treegraft.core.finding import Finding
@@ -71,18 +70,6 @@ def installed() -> Iterator[Finding]:
             yield Finding(package, version)
         else:
             yield Finding(package, "not installed", package not in REQUIRED, note)
-
-
-def gpus() -> list[str]:
-    """Returns the NVIDIA GPUs, each with its memory; empty without a driver."""
-    # Asked of the driver: a build of torch without CUDA sees no GPU.
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        # A driver that hangs must not hold up `doctor`.
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return said.stdout.splitlines()
 
 
 def machine() -> Iterator[Finding]:

@@ -13,6 +13,7 @@ keys and values of 2 · layers · key-value heads · head width · b.
 from __future__ import annotations
 
 import os
+import subprocess
 
 from treegraft.core.finding import Finding
 from treegraft.policy.shapes import BYTES, ModelShape
@@ -32,6 +33,18 @@ def gigabytes(num_bytes: float) -> str:
 def physical_memory() -> int:
     """Returns the memory of this machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def gpus() -> list[str]:
+    """Returns the NVIDIA GPUs, each with its memory; empty without a driver."""
+    # Asked of the driver: a build of torch without CUDA sees no GPU.
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        # A driver that hangs must not hold up `doctor`.
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return said.stdout.splitlines()
 
 
 def needed(
@@ -64,8 +77,6 @@ def memory(config: Config, num_gpus: int | None = None) -> Finding:
         ModelError, SettingError: as of `load_shape`.
     """
     # Here, since it loads torch, and `doctor` without a recipe is to answer at once.
-    import torch
-
     from treegraft.policy.load import load_shape
 
     # Without the words of the tasks, whose embeddings in a "tiny" model are a few MB at most.
@@ -80,14 +91,18 @@ def memory(config: Config, num_gpus: int | None = None) -> Finding:
     if ranks == "auto":
         # As many as torchrun starts, commonly one for each GPU.
         ranks = num_gpus or 1
-    on_gpu = bool(num_gpus) or torch.cuda.is_available()
+    cards = gpus()
+    on_gpu = bool(num_gpus or cards)
     parts = needed(config, shape, ranks, on_gpu=on_gpu)
     total = sum(parts.values())
     listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     note = f"by a formula, not measured: {listed}"
     if num_gpus:
         return Finding("memory", f"{gigabytes(total)} of each GPU that holds a rank", note=note)
-    room = torch.cuda.mem_get_info()[0] if on_gpu else physical_memory()
+    room = physical_memory()
+    if cards:
+        # Such as "NVIDIA H100, 81559 MiB".
+        room = int(cards[0].split()[-2]) << 20
     value = f"{gigabytes(total)} of {gigabytes(room)}"
     if total < room:
         return Finding("memory", value, note=note)
