@@ -189,12 +189,12 @@ def print_examination(found: Examination) -> None:
     for title, findings in found.sections.items():
         shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
         for one in findings:
-            mark, style = "ok", "green"
+            mark = Text("ok", "green")
             if not one.is_good:
-                mark, style = "!!", "bold red"
+                mark = Text("!!", "bold red")
             elif one.is_doubtful:
-                mark, style = "??", "bold yellow"
-            shown.add_row(Text(mark, style), Text(one.name), Text(one.value), Text(one.note))
+                mark = Text("??", "bold yellow")
+            shown.add_row(mark, Text(one.name), Text(one.value), Text(one.note))
         console.print(shown)
     if found.sample:
         console.print(Text("the first task as the agent sees it", "bold"))
