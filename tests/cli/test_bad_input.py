@@ -23,9 +23,8 @@ from transformers.utils import logging
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import TreegraftError
-from treegraft.core.types import Status
 from treegraft.policy.load import load_model
-from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.settings.policy import ModelSettings
 from treegraft.tools.search.encoders import build_encoder
 from treegraft.train import RunResult, train
@@ -298,18 +297,6 @@ def test_every_prompt_is_measured_before_work_starts(
     assert "The same holds for 3 of 14 tasks in all." in text and "rows/3" in text
 
 
-def test_all_turns_of_a_conversation_are_measured(
-    treegraft: Command, good: RunResult, tmp_path: Path
-) -> None:
-    system = [{"role": "system", "content": "e1 " * num} for num in (5, 498, 5)]
-    rows = [
-        {"question": [one, {"role": "user", "content": f"r{number} of e1 ?"}], "answer": "e1"}
-        for number, one in enumerate(system * 2)
-    ]
-    text = refused(treegraft, tmp_path, 2, ("the limit is 48",), **data_set(tmp_path, good, rows))
-    assert "The same holds for 2 of 6 tasks in all." in text and "rows/1" in text
-
-
 def test_a_completion_longer_than_the_context(
     treegraft: Command, good: RunResult, tmp_path: Path
 ) -> None:
@@ -326,17 +313,6 @@ def test_a_completion_longer_than_the_context(
 
 
 # --- settings -------------------------------------------------------------------------------------
-
-
-def test_a_tracker_that_fails_leaves_no_run_behind(tmp_path: Path) -> None:
-    with raises_code("tracker-call"):
-        train(
-            tiny(
-                run={"name": "a", "dir": str(tmp_path / "runs")},
-                track={"trackers": ["builtins:object"]},
-            )
-        )
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # --- run folders and checkpoints ------------------------------------------------------------------
@@ -365,15 +341,6 @@ def test_a_run_name_that_exists_is_told_before_torch_loads(copy: Path, tmp_path:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["3", "False"], done
     assert f"run folder '{copy}' exists" in done.stderr
-
-
-def test_neither_recipe_nor_run(treegraft: Command) -> None:
-    code, text = treegraft("train")
-    assert (
-        code == 2
-        and "neither a recipe nor a run to resume" in text
-        and "--resume runs/NAME" in text
-    )
 
 
 def flip(path: Path) -> None:
@@ -423,7 +390,7 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     (foreign / "config.json").write_text('{"model_type": "llama"}')
     with raises_code("folder-untrusted"):
         train(None, resume=foreign)
-    code, text = treegraft("train", "--resume", foreign, "--trust")
+    code, text = treegraft("--trust", "train", "--resume", foreign)
     assert (
         code == 3
         and f"run folder '{foreign}'" in text
@@ -465,32 +432,6 @@ def test_settings_that_a_resumed_run_may_not_change(treegraft: Command, copy: Pa
 
 
 # --- tools in a run -------------------------------------------------------------------------------
-
-
-def test_tools_that_raise_hang_flood_or_return_bytes_are_observations(tmp_path: Path) -> None:
-    settings = tiny(
-        run={"dir": str(tmp_path)},
-        tasks={"kind": "tests.support.tiny_parts:BadWorld", "num_eval": 2},
-        tools={"deadline_s": 0.3, "max_output_chars": 40},
-        eval={"every": 0, "num_samples": 1},
-        rollout={"max_completion_tokens": 64},
-    )
-    run = train(settings)
-    trees = read_trees(run.run_dir)
-    seen = [o for tree in trees for step in tree.steps for o in step.content.observations]
-    texts = {observation.text for observation in seen}
-    assert (
-        "ZeroDivisionError: the tool is broken" in texts
-        and "the call timed out after 0.3 s" in texts
-    )
-    assert any(text.startswith("e1 e1") and "[cut]" in text for text in texts) and any(
-        "\x00\x01" in text for text in texts
-    )
-    assert all(len(observation.text) <= 40 for observation in seen)
-    assert all(leaf.status is not Status.FAILED for tree in trees for leaf in tree.leaves)
-    assert (
-        run.metrics["rollout/failed_frac"] == 0.0 and run.metrics["tools/search_failure_frac"] > 0
-    )
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -604,14 +545,9 @@ def test_a_model_that_was_fetched_before_needs_no_hub(
             ("tasks.dataset.train",),
         ),
         (
-            {"tasks": {"kind": "dataset", "dataset": {"train": ["{one}"], "eval": ["none.jsonl"]}}},
-            ("tasks.dataset.eval",),
-        ),
-        (
             {"tools": {"use": ["search"], "search": {"corpus": "none.jsonl"}}},
             ("tools.search.corpus",),
         ),
-        ({"reward": {"funcs": ["no_module:f"]}}, ("reward.funcs",)),
         ({"credit": {"rule": "no_module:f"}}, ("credit.rule",)),
         ({"engine": {"kind": "tests.support.tiny_parts:always_half"}}, ("engine.kind",)),
     ],
@@ -620,12 +556,10 @@ def test_a_model_that_was_fetched_before_needs_no_hub(
 def test_parts_say_which_setting_an_error_is_about(
     tables: dict[str, Any], settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
-    filled = json.loads(json.dumps(tables).replace("{one}", str(tmp_path / "one.jsonl")))
     with pytest.raises(TreegraftError) as caught:
         train(
             tiny(
-                **filled,
+                **tables,
                 rollout={"max_tool_calls": 0},
                 run={"dir": str(tmp_path), "name": "a"},
             ),

@@ -53,9 +53,9 @@ def test_the_project_is_trained_and_passes_its_tests(project: Path, tmp_path: Pa
 def test_the_commands_that_are_printed_work(tmp_path: Path) -> None:
     """As a user types them, the training cut short."""
     printed = said(tmp_path, "init", "my agent")
-    assert "my agent/my_tool.py" in printed and "chat.toml" not in printed
+    assert "my agent/my_tool.py" in printed
     assert "next: cd 'my agent' && " in printed
-    assert "my_reward:one_call" in said(tmp_path / "my agent", "doctor", "recipe.toml", "--json")
+    assert "verdict: ready" in said(tmp_path / "my agent", "doctor", "recipe.toml")
 
 
 @pytest.mark.slow
@@ -65,17 +65,9 @@ def test_the_project_learns_to_use_its_tool() -> None:
     assert train("recipe.toml").metrics["eval/gain"] > 0.2
 
 
-def test_a_model_of_ones_own_gets_the_chat_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    init(tmp_path / "hub", "owner/name")
-    config = load_config(tmp_path / "hub" / "recipe.toml")
+def test_a_model_of_ones_own_is_a_setting_of_the_chat_recipe(project: Path) -> None:
+    config = load_config(project / "chat.toml", ["model.path=owner/name"])
     assert (config.model.path, config.format.kind) == ("owner/name", "chat")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'a "model"').mkdir()
-    init(Path("local"), 'a "model"')
-    # The recipe is used in another folder than the one where the model was named.
-    assert load_config("local/recipe.toml").model.path == str(tmp_path / 'a "model"')
 
 
 def test_an_existing_folder_is_refused(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_the_demo_runs_and_the_core_imports_with_required_packages_alone(tmp_pat
         "from treegraft.train import train\n"
         "import treegraft.view.server\n"
         f"config = load_config({str(ROOT / 'recipes' / 'demo.toml')!r}, {small!r})\n"
-        "verdict = examine(config).verdict\n"
-        "assert verdict.is_good, verdict\n"
+        "faults = examine(config).faults\n"
+        "assert not faults, faults\n"
         "result = train(config, display=False)\n"
         "import importlib, json\n"
         "failed = {}\n"
@@ -229,7 +229,7 @@ def test_a_run_says_what_it_lacks_before_any_work(
     with raises_code("packages-missing", match=re.escape(sentence)):
         train(config, display=False)
     assert not (tmp_path / "runs").exists()
-    note = {one.name: one for one in examine(config).sections["data and own parts"]}[what]
+    note = {one.name: one for one in examine(config).sections["needs of the recipe"]}[what]
     assert not note.is_good and f"{what} {note.note}" == sentence
 
 

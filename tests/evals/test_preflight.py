@@ -15,7 +15,8 @@ from tests.support.tiny import tiny
 
 from treegraft.assemble import Parts
 from treegraft.core.finding import Finding
-from treegraft.evals.preflight import Preflight, Sample
+from treegraft.evals.preflight import Preflight
+from treegraft.parts import NoDisplay
 from treegraft.settings.load import load_config
 from treegraft.train import train
 
@@ -32,25 +33,6 @@ def any_number(completions: Sequence[str], **_: Any) -> list[float]:
 
 def nothing(completions: Sequence[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
-
-
-def broken(completions: Sequence[str], answer: Sequence[int], **_: Any) -> list[float]:
-    raise KeyError("solution")
-
-
-class Door:
-    """An environment with one tool."""
-
-    def reset(self, **row: Any) -> None:
-        self.is_open = False
-
-    def push(self) -> str:
-        """Opens the door."""
-        self.is_open = True
-        return "open"
-
-    def get_reward(self) -> float:
-        return float(self.is_open)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +55,11 @@ def recipe(model: str, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def checked(recipe: dict[str, Any], *overrides: str) -> tuple[list[Finding], Sample]:
-    async def check() -> tuple[list[Finding], Sample]:
+def checked(recipe: dict[str, Any], *overrides: str) -> tuple[list[Finding], dict[str, str]]:
+    async def check() -> tuple[list[Finding], dict[str, str]]:
         async with Parts.build(load_config(recipe, overrides), needs="prompts") as setup:
             preflight = Preflight(setup)
             sample = preflight.sample()
-            assert sample is not None
             return await preflight.findings(), sample
 
     return asyncio.run(check())
@@ -93,12 +74,12 @@ def test_a_sound_recipe_has_no_faults_and_shows_its_first_task(recipe: dict[str,
     found, sample = checked(recipe)
     assert [one.name for one in found if not one.is_good] == []
     by_name = {one.name: one for one in found}
-    assert by_name["reward"].value == "1 for the reference, 0 for a wrong answer"
+    assert by_name["reward"].value == "the reference earns more than a wrong answer"
     assert by_name["call of calc"].value == "is written and read back"
-    assert sample.prompt.endswith("What is 0 + 1?<|end|>\n<|assistant|>\n")
-    assert '{"name": "calc", "arguments": {"expression": "1 + 1"}}' in sample.call
-    assert "(the tool's result)" in sample.result
-    assert sample.answer == "I know.\n\n\\boxed{1}<|end|>"
+    assert sample["prompt"].endswith("What is 0 + 1?<|end|>\n<|assistant|>\n")
+    assert '{"name": "calc", "arguments": {"expression": "1 + 1"}}' in sample["call"]
+    assert "(the tool's result)" in sample["result"]
+    assert sample["answer"] == "I know.\n\n\\boxed{1}<|end|>"
     assert not faults(recipe)
 
 
@@ -144,7 +125,7 @@ def test_a_reward_that_tells_right_from_wrong_by_form_alone_passes(recipe: dict[
     assert "reward" not in faults(recipe, 'reward.funcs=["tests.evals.test_preflight:any_number"]')
 
 
-class Told:
+class Told(NoDisplay):
     """A display that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -153,11 +134,7 @@ class Told:
     def warn(self, text: str) -> None:
         self.lines.append(text)
 
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+    note = warn
 
 
 def test_train_says_it_before_anything_else(recipe: dict[str, Any]) -> None:
@@ -170,35 +147,23 @@ def test_train_says_it_before_anything_else(recipe: dict[str, Any]) -> None:
     assert "no more than a wrong answer" in said
 
 
-def test_words_that_a_closed_vocabulary_lacks_are_named() -> None:
+def test_words_that_a_closed_vocabulary_lacks_are_counted() -> None:
     # "r2 of e1 ?" and four words, of which the vocabulary has "of".
     world = {"search_world": {"hops": [1]}}
     found = faults(tiny(tasks=world, format={"system_prompt": "Be brief of Be"}))
     assert list(found) == ["unknown words"]
-    assert found["unknown words"].value == "24 of 64 tokens in 8 prompts (38%)"
-    assert "of the first task: 'Be', 'brief'; the tiny model" in found["unknown words"].note
+    assert found["unknown words"].value == "3 of 8 tokens in the first prompt"
+    assert "Add them to the task source's vocabulary()" in found["unknown words"].note
 
 
 def test_the_tiny_agent_of_the_demo_gets_no_warning() -> None:
     found, sample = checked(tiny())
     assert [str(one) for one in found if one.is_doubtful or not one.is_good] == []
     # The expert's own call and result, in the agent's words.
-    assert "<search>" in sample.call and "<result>" in sample.result
+    assert "<search>" in sample["call"] and "<result>" in sample["result"]
 
 
 def test_random_weights_that_nothing_teaches_are_named() -> None:
     found = faults(tiny(warmup={"num_steps": 0}))
     assert list(found) == ["warm-up"]
     assert "Set warmup.num_steps" in found["warm-up"].note
-
-
-def test_an_environment_with_the_questions_of_the_demo_is_pointed_at() -> None:
-    world = {"kind": "tests.evals.test_preflight:Door"}
-
-    async def findings(**tables: Any) -> list[Finding]:
-        settings = tiny(reward={"funcs": ["environment"]}, **tables)
-        async with Parts.build(load_config(settings), needs="prompts") as setup:
-            return await Preflight(setup).findings()
-
-    (found,) = [one for one in asyncio.run(findings(environment=world)) if one.name == "tasks.kind"]
-    assert found.is_doubtful and "name its own tasks in [tasks]" in found.note

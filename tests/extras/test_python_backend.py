@@ -73,7 +73,7 @@ def test_where_there_is_neither_the_error_says_what_to_install(
     with raises_code("packages-missing", match=sentence):
         train(run_in(tmp_path), display=False)
     assert list(tmp_path.iterdir()) == []
-    assert "pydantic-monty" in examine(run_in(tmp_path)).verdict.note
+    assert "pydantic-monty" in str(examine(run_in(tmp_path)).faults[0])
 
 
 def run_in(folder: Path, backend: str | None = None, **run: Any) -> Config:

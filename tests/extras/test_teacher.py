@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -510,7 +511,7 @@ def test_a_server_builds_beside_the_expert(
     with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
         asked = (f"agent={url}", "temperature=0.5", "max_concurrent=2")
         assert build(*shared, *(f"buffer.build.{one}" for one in asked)) == 0
-    assert "6, 0 failed" in capsys.readouterr().out
+    assert re.search(r"attempts +6\b", capsys.readouterr().out)
     assert {request["temperature"] for request in seen} == {0.5}
     # The recipe sends its own agent no words; a stranger is told the tags.
     assert "<search>...</search> Looks up one fact." in seen[0]["messages"][0]["content"]
@@ -532,7 +533,7 @@ def test_what_was_asked_is_printed(build: Build, capsys: pytest.CaptureFixture[s
         assert build(*FEW, *(f"buffer.build.{one}" for one in asked)) == 0
     text = " ".join(capsys.readouterr().out.split())
     num = len(seen)
-    assert f"{num} requests, {num * 1000:,} tokens read and {num * 200:,} written" in text
+    assert f"requests {num} read {num * 1000} written {num * 200}" in text
 
 
 def test_a_server_that_went_down_is_an_error_after_the_counts(
@@ -544,7 +545,7 @@ def test_a_server_that_went_down_is_an_error_after_the_counts(
         settings = [f"buffer.build.{one}" for one in asked]
         assert build("buffer.encoder=hashing", *settings) == 1
     ended = capsys.readouterr()
-    assert "32 x HTTP 503" in ended.out
+    assert re.search(r"failures HTTP 503.* 32\b", ended.out)
     told = ended.err[ended.err.index("error: ") :]
     assert "agent 'm' was not reached" in told and "32 times in a row; the last: HTTP 503" in told
     assert "Traceback" not in told
@@ -569,7 +570,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
         done = buffer.stats().num_tasks
         num_traces = len(buffer)
     assert 0 < done < 12
-    assert f"{num_traces} new" in ended.out
+    assert re.search(rf"new +{num_traces}\b", ended.out)
     with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):
         assert build(*shared, f"buffer.build.agent={url}", "--json") == 0
     report = json.loads(capsys.readouterr().out)

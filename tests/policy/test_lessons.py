@@ -16,7 +16,7 @@ from tests.support.slow_learner import example_trees, gradient_of, make_learner
 from tests.support.tiny import differing, tiny
 from tests.support.trees import Part, build_tree
 
-from treegraft.cli.doctor import data_files
+from treegraft.cli.doctor import missing_files
 from treegraft.core.registry import CORE_NAMES, registered
 from treegraft.core.types import StepContent, Tree
 from treegraft.policy.learn.lessons import Lesson, LessonBook, shared_out, weight_of
@@ -194,7 +194,7 @@ def test_own_lessons_fit_the_other_settings(tmp_path: Path) -> None:
     own = load_config(settings(tmp_path, "r", buffer={"path": "self"}))
     assert own.buffer.grow.num_best == 1
     # No file is sought under the name "self".
-    assert [one.name for one in data_files(own)] == []
+    assert [one.name for one in missing_files(own)] == []
 
 
 def test_lessons_need_successes_in_a_buffer(tmp_path: Path) -> None:

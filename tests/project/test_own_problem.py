@@ -77,8 +77,8 @@ def test_the_page_s_recipe_runs_with_a_tiny_model(
     model = f"model.path={byte_model(folder / 'model')}"
     assert treegraft(monkeypatch, "doctor", "mine.toml", *QUICK, model) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 for the reference, 0 for a wrong answer" in printed
-    assert "How many are left?" in printed and "verdict: fits" in printed
+    assert "the reference earns more than a wrong answer" in printed
+    assert "How many are left?" in printed and "verdict: ready" in printed
     assert treegraft(monkeypatch, "train", "mine.toml", *QUICK, model) == 0
     (line,) = [one for one in read_metrics(folder / "runs/mine") if one["update"] == 1]
     assert line["rollout/num_trajectories"] == 4

@@ -96,7 +96,7 @@ SMALL = {
     r"^(treegraft train --resume.*)$": r"\1 num_updates=2",
     r"^(treegraft buffer build \S+)$": r"\1 traces.sqlite",
     r"^(treegraft buffer build .*)$": r"\1 num_train=8",
-    r"^(treegraft eval (?:file )?recipes/\S+)$": r"\1 num_eval=4",
+    r"^(treegraft eval recipes/\S+)$": r"\1 num_eval=4",
     r"^(treegraft view (?!.*--text).*)$": r"\1 --no-browser",
     r"^(treegraft serve search .*)$": r"\1 tools.search.encoder=hashing --port 0",
     r"^make demo$": "make demo -o .venv/.treegraft-core",

@@ -101,9 +101,9 @@ def test_what_comes_from_elsewhere_starts_no_command(
     refused = typed(*words)
     assert isinstance(refused.exception, CheckpointError) and not marker.exists()
     assert f"runs: tools.mcp.command = ['touch', '{marker}']" in str(refused.exception)
-    assert "--trust" in str(refused.exception)
+    assert "treegraft --trust" in str(refused.exception)
     # Named on the command line, it acts, and does so without the word from then on.
-    typed(*words, "--trust")
+    typed("--trust", *words)
     assert marker.exists()
     marker.unlink()
     trust._trusted_here.clear()
@@ -400,7 +400,7 @@ def test_a_link_in_a_run_folder_empties_no_file(run: Path, tmp_path: Path, name:
     victim.write_text("mine")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(victim)
-    typed("train", "--resume", run, "run.num_updates=2", "--accept-changes", "--trust")
+    typed("--trust", "train", "--resume", run, "run.num_updates=2", "--accept-changes")
     assert victim.read_text() == "mine"
 
 

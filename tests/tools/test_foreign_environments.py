@@ -501,11 +501,12 @@ def test_doctor_tries_the_environment(tmp_path: Path) -> None:
 
     def found(*overrides: str) -> dict[str, Finding]:
         config = load_config(tmp_path / "recipe.toml", overrides)
-        return {one.name: one for one in examine(config).sections["environment"]}
+        return {one.name: one for one in examine(config).sections["first tasks"]}
 
     told = found()
-    assert [one.value for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
+    assert told["environment"].value == f"{HERE}:Corridor"
+    assert told["environment"].note == "branches: replay; tools: step"
     told = found(f"tasks.kind={HERE}:Late")
-    assert "call 2 of 2, step '1', gave 'the episode is over" in told["environment"].note
+    assert "call 2 of 2, step '1', gave 'the episode is over" in told["setup"].note
     told = found(f"environment.kind={HERE}:Fallen")
-    assert not told["environment"].is_good and "no world today" in told["environment"].note
+    assert not told["setup"].is_good and "no world today" in told["setup"].note

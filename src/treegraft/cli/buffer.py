@@ -13,11 +13,11 @@ import typer
 from treegraft.cli.commands import (
     AsJson,
     BufferFile,
+    print_facts,
     print_rows,
     say,
     settings_alone,
     split_overrides,
-    table,
 )
 from treegraft.cli.plugged import Plugged
 from treegraft.core.errors import DataError
@@ -25,7 +25,6 @@ from treegraft.core.text import plain
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
-    from treegraft.traces.collect import StoredCounts
 
 
 class _Buffers(Plugged):
@@ -48,17 +47,6 @@ MAX_PROBLEMS = 10
 ENCODER = "buffer.encoder"
 OF_IMPORT = (ENCODER, *(f"buffer.build.{one}" for one in ("num_best", "min_reward", "source")))
 """Settings that `buffer import` takes notice of."""
-
-
-def kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
-    """Returns the rows on what became of trajectories and traces."""
-    return {
-        "trajectories": (
-            f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
-            " among the best"
-        ),
-        "traces": f"{report.num_new} new, {report.num_duplicates} there already",
-    }
 
 
 @buffer_app.command("import")
@@ -90,7 +78,6 @@ def import_traces(
     config = settings_alone(overrides, "buffer import", OF_IMPORT, {})
     files = [Path(one) for one in places]
     own = config.buffer.build
-    min_reward = own.min_reward
     # Before the buffer is opened, which would make its file.
     check_paths(files)
     with TraceBuffer(into, _encoder_for(into, config)) as buffer:
@@ -99,24 +86,25 @@ def import_traces(
             buffer,
             source=own.source,
             num_best=own.num_best,
-            min_reward=min_reward,
+            min_reward=own.min_reward,
         )
     # Told after the counts: one bad line of a million is no reason to import nothing.
     problems = [str(problem) for problem in report.problems]
+    facts = asdict(report)
     if as_json:
-        print(json.dumps(asdict(report) | {"problems": problems}))
+        facts["problems"] = problems
     else:
-        kept = report.num_trajectories - report.num_too_low - report.num_surplus
-        left_out = {"left out": f"{len(problems)} lines"} if problems else {}
-        print_rows(str(into), kept_rows(report, kept) | left_out)
+        facts["problems"] = len(problems)
+    print_facts(str(into), facts, as_json)
+    if not as_json:
         for problem in problems[:MAX_PROBLEMS]:
             say(plain(problem, 300), to_stderr=True)
-        if more := len(problems[MAX_PROBLEMS:]):
-            say(f"... and {more} more lines; --json lists all", to_stderr=True)
+        if len(problems) > MAX_PROBLEMS:
+            say("--json lists all problems", to_stderr=True)
     if not report.num_new and not report.num_duplicates:
         raise DataError(
             f"nothing was imported into {into}; expected at least one trajectory with a reward"
-            f" above {min_reward:g}.",
+            f" above {own.min_reward:g}.",
             code="nothing-imported",
         )
 
@@ -131,30 +119,11 @@ def _encoder_for(path: Path, config: Config) -> str | None:
 @buffer_app.command()
 def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
     """Print the contents of a buffer in numbers."""
-    from rich.console import Console
-    from rich.text import Text
-
     from treegraft.traces.buffer import TraceBuffer
 
     with TraceBuffer.open_as_built(buffer) as opened:
-        found = opened.stats()
-        checksum = opened.checksum()
-    if as_json:
-        print(json.dumps(asdict(found) | {"checksum": checksum}))
-        return
-    rows = {
-        "traces": f"{found.num_traces}, {found.num_terminal} of them with a final answer",
-        "trajectories": f"{found.num_trajectories}",
-        "tasks": f"{found.num_tasks}",
-        "encoder": f"{plain(found.encoder)}, {found.dim} dimensions",
-        "file": f"{found.num_bytes / 1e6:.1f} MB, checksum {checksum}",
-    }
-    print_rows(str(buffer), rows)
-    agents = table("source", "traces", "trajectories", "mean reward")
-    for name, one in found.sources.items():
-        counts = (str(one.num_traces), str(one.num_trajectories))
-        agents.add_row(Text(plain(name)), *counts, f"{one.mean_reward:.3f}")
-    Console().print(agents)
+        facts = asdict(opened.stats()) | {"checksum": opened.checksum()}
+    print_facts(str(buffer), facts, as_json)
 
 
 @buffer_app.command()

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treegraft.cli.buffer import kept_rows
 from treegraft.cli.commands import (
     AsJson,
     BufferRecipe,
     Overrides,
     Smoke,
-    print_rows,
+    print_facts,
     say,
     split_overrides,
 )
 from treegraft.core.errors import EngineError, SettingError
 from treegraft.core.interrupt import Ended
-from treegraft.core.text import plain
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -44,7 +40,7 @@ def build(
     recipe: BufferRecipe,
     out: Out = None,
     overrides: Overrides = None,
-    smoke: Smoke = None,
+    smoke: Smoke = False,
     as_json: AsJson = False,
 ) -> None:
     """Store an agent's best trajectories of the training tasks as traces.
@@ -58,7 +54,7 @@ def build(
     places, typed = split_overrides([out] if out else [])
     typed += overrides or []
     refuse_foreign(typed, COMMAND)
-    config = load_config(recipe, typed, used=["buffer"], smoke=bool(smoke))
+    config = load_config(recipe, typed, used=["buffer"], smoke=smoke)
     place = Path(places[0]) if places else _out_of(config)
     _fill(BufferBuild(config, place), config.buffer.build.min_reward, place, as_json)
 
@@ -83,11 +79,9 @@ def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> Non
         )
         raise Ended(work.stopped_by)
     if not report.num_kept and not report.num_skipped:
-        reasons = _reasons(report.failures, 1)
         raise EngineError(
             f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
-            f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above"
-            f" {min_reward:g}; look at the counts above.",
+            f" keep. Expected rewards above {min_reward:g}; look at the counts and failures above.",
             code="nothing-kept",
         )
 
@@ -106,34 +100,8 @@ def _out_of(config: Config) -> Path:
     return Path(os.path.expandvars(path)).expanduser()
 
 
-def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
-    """Returns the most frequent reasons, each with its count."""
-    ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
-    lines = [f"{count} x {plain(reason, 200)}" for reason, count in ordered[:most]]
-    return lines + ([f"{len(ordered) - most} other reasons"] if len(ordered) > most > 1 else [])
-
-
 def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     report = work.report
-    if as_json:
-        values = asdict(report) | {"failures": dict(report.failures)}
-        del values["reward_sum"]
-        values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
-        print(json.dumps(values | {"is_stopped": work.is_stopped}))
-        return
-    done_before = f", and {report.num_skipped} done before" if report.num_skipped else ""
-    failed = sum(report.failures.values())
-    rows = {
-        "tasks": f"{report.num_tasks}{done_before}",
-        "attempts": f"{report.num_attempts}, {failed} failed",
-        "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
-        **kept_rows(report, report.num_kept),
-    }
-    if report.num_requests:
-        rows["asked"] = (
-            f"{report.num_requests:,} requests, {report.num_read:,} tokens read and"
-            f" {report.num_written:,} written"
-        )
-    for number, reason in enumerate(_reasons(report.failures, 5), start=1):
-        rows[f"failed {number}"] = reason
-    print_rows(f"{out}: {work.source}", rows)
+    facts = asdict(report) | {"failures": dict(report.failures.most_common())}
+    facts |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
+    print_facts(f"{out}: {work.source}", facts | {"is_stopped": work.is_stopped}, as_json)

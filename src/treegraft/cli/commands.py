@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +33,7 @@ Overrides = Annotated[
 
 
 Smoke = Annotated[
-    bool | None,
+    bool,
     typer.Option(
         "--smoke",
         help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
@@ -78,19 +77,16 @@ def settings_alone(
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
-    """Raises SettingError for the first of the named options that was given.
+    """Raises SettingError for the first of the named options that was typed.
 
     Args:
         where: the condition, such as "without --text".
-        names: options and arguments as a person types them; one that is None, or that the command
-            line does not name, was not given.
+        names: options and arguments as a person types them.
     """
     for parameter in context.command.params:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
-        own = parameter.name or ""
-        source = context.get_parameter_source(own)
-        is_default = source is not None and source.name == "DEFAULT"
-        if name in names and not is_default and context.params[own] is not None:
+        source = context.get_parameter_source(parameter.name or "")
+        if name in names and source is not None and source.name == "COMMANDLINE":
             raise SettingError(
                 f"command line: {name} would have no effect {where}; leave it out.",
                 code="option-idle",
@@ -118,6 +114,20 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         shown.add_row(Text(name), Text(value))
     Console().print(shown)
+
+
+def print_facts(title: str, facts: Mapping[str, Any], as_json: bool) -> None:
+    """Prints named values as JSON, or as rows under a title; each entry of a mapping is a row."""
+    if as_json:
+        print(json.dumps(facts))
+        return
+    rows = {}
+    for name, value in facts.items():
+        entries = value if isinstance(value, Mapping) else {"": value}
+        for key, entry in entries.items():
+            row = f"{name.removeprefix('num_').replace('_', ' ')} {key}"
+            rows[plain(row, 200).strip()] = plain(str(entry), 400)
+    print_rows(title, rows)
 
 
 def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
@@ -153,19 +163,17 @@ AgentRecipe = Annotated[
 
 
 def agent_of(
-    run: str, recipe: str | None, typed: Sequence[str], command: str, chosen: Sequence[str] = ()
+    run: str, recipe: str | None, typed: Sequence[str], command: str
 ) -> tuple[Path | str | None, Config | None]:
     """Returns (checkpoint, settings) of RUN; without the one it is a recipe, whose own model is
     asked, without the other the checkpoint's settings count.
 
     Args:
         typed: overrides, of which those that `command`, such as "eval", ignores are refused.
-        chosen: overrides that the command itself makes.
     """
     from treegraft.settings.load import load_config, refuse_ignored
 
     refuse_ignored(typed, command)
-    settings = [*chosen, *typed]
     if names_recipe(run):
         if recipe is not None:
             raise SettingError(
@@ -173,9 +181,9 @@ def agent_of(
                 " checkpoint before --recipe, or one recipe alone.",
                 code="recipe-twice",
             )
-        return None, load_config(run, settings)
+        return None, load_config(run, typed)
     place = run if run.startswith("pypi:") else Path(run)
-    return place, None if recipe is None else load_config(recipe, settings)
+    return place, None if recipe is None else load_config(recipe, typed)
 
 
 RecipeOrResume = Annotated[
@@ -193,7 +201,7 @@ Resume = Annotated[
     ),
 ]
 AcceptChanges = Annotated[
-    bool | None,
+    bool,
     typer.Option(
         "--accept-changes",
         help="With --resume: go on although metrics, evaluations or the buffer have changed.",
@@ -201,107 +209,76 @@ AcceptChanges = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunAsked:
-    """What a command line asks for: a run of a recipe, or one to go on with."""
-
-    config: Config
-    recipe: str | None
-    """None for that of the run to resume."""
-    overrides: list[str]
-    resume: Path | None
-    accepts_changes: bool
-    is_smoke: bool
-
-    @contextlib.contextmanager
-    def carried_out(self) -> Iterator[dict[str, Any]]:
-        """Yields the arguments of `treegraft.train.train` but for the settings; errors of data,
-        models and parts in the block say which setting they come from."""
-        from treegraft.runs.display import display_on
-        from treegraft.settings.load import traced
-
-        try:
-            with display_on(None) as display:
-                yield {
-                    "recipe": self.recipe,
-                    "resume": self.resume,
-                    "accepts_changes": self.accepts_changes,
-                    "display": display,
-                }
-        except (SettingError, DataError, ModelError) as error:
-            # A recipe may be built on others, so the line to correct may be in another file.
-            said = traced(error, self.recipe or str(self.resume), self.overrides)
-            raise type(error)(said, code=error.code, settings=error.settings) from error
-
-
-def _asked(
-    context: typer.Context,
-    recipe: str | None,
-    overrides: list[str] | None,
-    resume: Path | None,
-    accept_changes: bool | None,
-    smoke: bool | None,
-) -> RunAsked:
-    if resume is None:
-        refuse_idle(context, "without --resume", "--accept-changes")
-    else:
-        refuse_idle(context, "with --resume", "--smoke")
-    typed = overrides or []
-    if resume is not None and recipe is not None and "=" in recipe:
-        # What stands in the recipe's place is the first override.
-        typed = [recipe, *typed]
-        recipe = None
-    config = _settings(recipe, typed, resume, str(context.info_name), smoke)
-    if resume is None and os.environ.get("RANK", "0") == "0":
-        from treegraft.runs.run import new_run_path
-
-        # A folder that is there already is told before torch loads, which takes seconds. Other
-        # ranks may begin when the first has made it.
-        new_run_path(config, recipe)
-    return RunAsked(
-        config=config,
-        recipe=recipe,
-        overrides=typed,
-        resume=resume,
-        accepts_changes=bool(accept_changes),
-        is_smoke=bool(smoke),
-    )
-
-
 def _settings(
-    recipe: str | None, overrides: list[str], resume: Path | None, command: str, smoke: bool | None
+    recipe: str | None, overrides: list[str], resume: Path | None, command: str, *, smoke: bool
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config, refuse_foreign
 
     refuse_foreign(overrides, command)
-    if resume is not None and recipe is None:
+    if recipe is not None:
+        return load_config(recipe, overrides, smoke=smoke)
+    if resume is not None:
         from treegraft.runs.open import own_config
 
         return own_config(resume, overrides)
-    if recipe is None:
-        raise SettingError(
-            f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
-            f" --resume runs/NAME`.",
-            code="recipe-missing",
-        )
-    return load_config(recipe, overrides, smoke=bool(smoke))
+    raise SettingError(
+        f"command line: `treegraft {command}` got neither a recipe nor a run to resume; expected"
+        f" one of them, such as `treegraft {command} demo` or `treegraft {command} --resume"
+        " runs/NAME`.",
+        code="recipe-missing",
+    )
 
 
-def run_command(work: Callable[[RunAsked], None]) -> Callable[..., None]:
+def run_command(work: Callable[..., object]) -> Callable[..., None]:
     """Returns a command that begins runs or goes on with them, with the arguments and options of
-    `treegraft train`; it is described as `work` is."""
+    `treegraft train`; it is described as `work` is.
+
+    Args:
+        work: gets the settings, and by name the other arguments of `treegraft.train`; its errors of
+            data, models and parts say which setting they come from.
+    """
 
     def command(
         context: typer.Context,
         recipe: RecipeOrResume = None,
         overrides: Overrides = None,
         resume: Resume = None,
-        accept_changes: AcceptChanges = None,
-        smoke: Smoke = None,
+        accept_changes: AcceptChanges = False,
+        smoke: Smoke = False,
     ) -> None:
-        work(_asked(context, recipe, overrides, resume, accept_changes, smoke))
+        from treegraft.runs.display import display_on
+        from treegraft.settings.load import traced
+
+        if resume is None:
+            refuse_idle(context, "without --resume", "--accept-changes")
+        else:
+            refuse_idle(context, "with --resume", "--smoke")
+        typed = overrides or []
+        if resume is not None and recipe is not None and "=" in recipe:
+            # What stands in the recipe's place is the first override.
+            typed = [recipe, *typed]
+            recipe = None
+        config = _settings(recipe, typed, resume, str(context.info_name), smoke=smoke)
+        if resume is None and os.environ.get("RANK", "0") == "0":
+            from treegraft.runs.run import new_run_path
+
+            # A folder that is there already is told before torch loads, which takes seconds. Other
+            # ranks may begin when the first has made it.
+            new_run_path(config, recipe)
+        try:
+            with display_on(None) as display:
+                work(
+                    config,
+                    recipe=recipe,
+                    resume=resume,
+                    accepts_changes=accept_changes,
+                    display=display,
+                )
+        except (SettingError, DataError, ModelError) as error:
+            # A recipe may be built on others, so the line to correct may be in another file.
+            said = traced(error, recipe or str(resume), typed)
+            raise type(error)(said, code=error.code, settings=error.settings) from error
 
     command.__name__ = work.__name__
     command.__doc__ = work.__doc__

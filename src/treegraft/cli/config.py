@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,9 @@ import typer
 from treegraft.cli.commands import AsJson
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
+
+SUFFIXES = (".toml", ".json")
+"""Of recipes, and of the settings of a run."""
 
 
 def show_config(
@@ -50,12 +52,10 @@ def show_config(
 
     console = Console()
     width = max(20, min(console.width, 100) - 4)
-    for _, group in groupby(rows, key=lambda row: row.name.partition(".")[0]):
-        for row in group:
-            mark, style = ("", "bold") if row.is_default else (" *", "bold cyan")
-            console.print(Text(f"{row.name} = {_shown(row.value)}{mark}", style), soft_wrap=True)
-            console.print(Text(textwrap.indent(textwrap.fill(row.meaning, width), "    "), "dim"))
-        console.print()
+    for row in rows:
+        mark, style = ("", "bold") if row.is_default else (" *", "bold cyan")
+        console.print(Text(f"{row.name} = {_shown(row.value)}{mark}", style), soft_wrap=True)
+        console.print(Text(textwrap.indent(textwrap.fill(row.meaning, width), "    "), "dim"))
 
 
 def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
@@ -63,22 +63,20 @@ def _sorted_out(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]
     from treegraft.settings.config import tables_and_settings
     from treegraft.settings.unknown import suggestion
 
-    known = set(tables_and_settings())
-    # Settings may be called by the last part of their names.
-    known.update(name.rpartition(".")[2] for name in tables_and_settings())
+    known = set()
+    for name in tables_and_settings():
+        # Settings may be called by the last part of their names.
+        known |= {name, name.rpartition(".")[2]}
     recipe = None
     overrides = []
     chosen = []
-    for number, word in enumerate(words):
-        is_recipe = Path(word).is_file() or word in shipped_recipes()
-        # A path to nothing is a recipe that is missing, which its reader says better.
-        is_path = any(sign in word for sign in "/\\") or word.endswith(".toml")
+    for word in words:
         if "=" in word:
             overrides.append(word)
-        elif number == 0 and (is_recipe or is_path):
-            recipe = word
         elif word.rstrip(".") in known:
             chosen.append(word.rstrip("."))
+        elif word == words[0] and (word in shipped_recipes() or Path(word).suffix in SUFFIXES):
+            recipe = word
         else:
             raise SettingError(
                 f"command line: '{word}' is neither a recipe nor a table or setting."

@@ -1,10 +1,8 @@
-"""`treegraft eval`: an agent on its recipe's held-out tasks, on suites of evaluation sets, or on a
-file of questions."""
+"""`treegraft eval`: an agent on its recipe's held-out tasks; extensions bring evaluation sets."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,14 +54,14 @@ class _Unnamed(TyperCommand):
 eval_app = typer.Typer(
     name="eval",
     cls=_Evaluations,
-    help="Measure an agent on tasks, evaluation sets or a file.",
+    help="Measure an agent on tasks or evaluation sets.",
     rich_markup_mode=None,
 )
 
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trees (.jsonl).")]
 
 
-@eval_app.command(_OWN, cls=_Unnamed, epilog="See also: treegraft eval suite, treegraft eval file.")
+@eval_app.command(_OWN, cls=_Unnamed, epilog="See also: treegraft eval suite.")
 def own(
     run: AgentRun,
     overrides: Overrides = None,
@@ -73,58 +71,24 @@ def own(
 ) -> None:
     """Measure an agent on the held-out tasks of its own run, or on those of a recipe.
 
-    `treegraft eval suite` measures it on evaluation sets, `treegraft eval file` on your questions.
+    Questions of a file are settings: tasks.kind=dataset tasks.dataset.train=[]
+    'tasks.dataset.eval=["questions.jsonl"]'. `treegraft eval suite` measures it on evaluation sets.
     """
-    _held_out(run, recipe, [], overrides or [], out, as_json)
-
-
-@eval_app.command("file")
-def of_file(
-    run: AgentRun,
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help='Questions: .jsonl, .json, .csv, .parquet or "hub:NAME:CONFIG/SPLIT".',
-        ),
-    ],
-    overrides: Overrides = None,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure an agent on the questions of a file.
-
-    Columns are settings, such as tasks.dataset.question_column=problem.
-    """
-    place = file if file.startswith("hub:") else os.path.abspath(os.path.expandvars(file))
-    # As JSON, which TOML reads alike: a bare "1" would become a number.
-    named = json.dumps([place], ensure_ascii=False)
-    chosen = ["tasks.kind=dataset", "tasks.dataset.train=[]", f"tasks.dataset.eval={named}"]
-    _held_out(run, None, chosen, overrides or [], out, as_json)
-
-
-def _held_out(
-    run: str,
-    recipe: str | None,
-    chosen: list[str],
-    typed: list[str],
-    out: Path | None,
-    as_json: bool,
-) -> None:
     from rich.console import Console
     from rich.text import Text
 
     from treegraft.runs.metrics import find_meaning
 
-    checkpoint, config = agent_of(run, recipe, typed, "eval", chosen)
+    typed = overrides or []
+    checkpoint, config = agent_of(run, recipe, typed, "eval")
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.evals.evaluate import evaluate_checkpoint
     from treegraft.runs.display import display_on
 
     # With a recipe the overrides are in `config` already.
-    own = [*chosen, *typed] if config is None else []
+    left = typed if config is None else []
     with display_on(sys.stderr if as_json else None) as display:
-        result = evaluate_checkpoint(checkpoint, config, own, display=display, out=out)
+        result = evaluate_checkpoint(checkpoint, config, left, display=display, out=out)
     if as_json:
         file = str(result.out) if result.out else None
         values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": file}

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,9 +23,7 @@ from treegraft.cli.build import build
 from treegraft.cli.commands import (
     AsJson,
     Overrides,
-    RunAsked,
     Smoke,
-    refuse_idle,
     run_command,
     say,
     table,
@@ -41,40 +39,17 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
     memory_fault,
-    nearest,
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.registry import registered_with_commands
 
-_TRUST = "--trust"
-
-
-class _Commands(Plugged):
-    """The commands; an error names the one nearest to an unknown one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # An option of all commands, wherever it stands.
-        own = args[: args.index("--")] if "--" in args else args
-        if _TRUST in own:
-            args = [_TRUST, *(one for one in own if one != _TRUST), *args[len(own) :]]
-        return super().parse_args(ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else ""
-        names = self.list_commands(ctx)
-        if name and not name.startswith("-") and name not in names:
-            raise SettingError(
-                f"command line: there is no command '{name}'; expected one of"
-                f" {', '.join(names)}.{nearest(name, names)}",
-                code="unknown-command",
-            )
-        return super().resolve_command(ctx, args)
-
+if TYPE_CHECKING:
+    from treegraft.settings.config import Config
 
 app = typer.Typer(
     name="treegraft",
-    cls=_Commands,
+    cls=Plugged,
     help=(
         "Train language-model agents that use tools, with reinforcement learning on trees of steps."
     ),
@@ -87,13 +62,6 @@ app = typer.Typer(
 buffer_app.command()(build)
 app.add_typer(buffer_app)
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
-    ),
-]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -120,9 +88,9 @@ def options(
     trust: Annotated[
         bool,
         typer.Option(
-            _TRUST,
+            "--trust",
             help="Go on with a run folder or checkpoint that you did not make, whose settings may"
-            " run code, and trust it from now on; also behind the command.",
+            " run code, and trust it from now on.",
         ),
     ] = False,
 ) -> None:
@@ -137,7 +105,7 @@ app.command()(init)
 
 @app.command()
 @run_command
-def train(asked: RunAsked) -> None:
+def train(config: Config, **arguments: Any) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
@@ -145,27 +113,25 @@ def train(asked: RunAsked) -> None:
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with asked.carried_out() as arguments:
-        run_training(asked.config, **arguments)
+    run_training(config, **arguments)
 
 
 @app.command()
 @run_command
-def sft(asked: RunAsked) -> None:
+def sft(config: Config, **arguments: Any) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup].
 
     It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
     """
-    if asked.config.warmup.num_steps == 0:
+    if config.warmup.num_steps == 0:
         raise SettingError(
-            f"{asked.recipe or asked.resume}: warmup.num_steps is 0, so there is nothing to"
-            " fine-tune; add warmup.num_steps=300.",
+            "warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.",
             code="nothing-to-imitate",
+            settings=["warmup.num_steps"],
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with asked.carried_out() as arguments:
-        run_fine_tuning(asked.config, **arguments)
+    run_fine_tuning(config, **arguments)
 
 
 app.add_typer(eval_app)
@@ -279,20 +245,15 @@ app.command("config")(show_config)
 
 @app.command()
 def doctor(
-    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    smoke: Smoke = None,
+    smoke: Smoke = False,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="Estimate memory on this number of GPUs."),
+        typer.Option("--gpus", min=1, help="Estimate the recipe's memory on this number of GPUs."),
     ] = None,
-    gpu_gb: Annotated[
-        float, typer.Option(min=1, help="Memory of each of them, in 10^9 bytes.")
-    ] = 80,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -303,18 +264,11 @@ def doctor(
     from treegraft.cli.doctor import examine, print_examination
     from treegraft.settings.load import load_config
 
-    if recipe is None:
-        refuse_idle(context, "without a recipe", "--smoke", "--gpus")
-    if num_gpus is None:
-        refuse_idle(context, "without --gpus", "--gpu-gb")
-    config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config, num_gpus=num_gpus, gpu_gb=gpu_gb)
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        print_examination(found)
+    config = None if recipe is None else load_config(recipe, overrides or [], smoke=smoke)
+    found = examine(config, num_gpus)
+    print_examination(found)
     # So that a script can stop before it starts a run.
-    if not found.verdict.is_good:
+    if found.faults:
         raise typer.Exit(2)
 
 

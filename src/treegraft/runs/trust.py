@@ -143,8 +143,8 @@ def require_trust(settings: Path) -> None:
     if folder.name == "treegraft":
         folder = folder.parent
     raise CheckpointError(
-        f"{fault}\nIf you trust where it comes from, say so with --trust, or in Python with"
-        f" treegraft.trust({str(folder)!r}).",
+        f"{fault}\nIf you trust where it comes from, say so with `treegraft --trust COMMAND`,"
+        f" or in Python with treegraft.trust({str(folder)!r}).",
         code="folder-untrusted",
     )
 

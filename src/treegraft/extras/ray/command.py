@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import treegraft
 from treegraft.parts import commands
 
 
 @commands.run_command
-def cluster(asked: commands.RunAsked) -> None:
+def cluster(config: treegraft.Config, **arguments: Any) -> None:
     """Train an agent with a recipe whose engines run on a Ray cluster, as its table [cluster] says.
 
     The run folder, and the trees in it, are those of `treegraft train`.
     """
-    with asked.carried_out() as arguments:
-        treegraft.train(asked.config, **arguments, placement="ray")
+    treegraft.train(config, **arguments, placement="ray")
