@@ -158,6 +158,16 @@ class Parts:
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
+    async def try_rewards(self, tasks: Sequence[Task]) -> None:
+        """Asks the reward functions about made completions of the first of these tasks. Raises
+        `SettingError` as `RewardScorer.rehearse` does."""
+        for task in tasks[:1]:
+            said = [*task.reference[:1], *[task.question] * 3][:3]
+            tree = self.answered(task, [StepContent(thought="?", answer=one) for one in said])
+            scorer = build_scorer(self.config, self.rewards, self.format.written_text)
+            if tree is not None:
+                await scorer.rehearse(tree)
+
     def answered(self, task: Task, answers: Sequence[StepContent]) -> Tree | None:
         """Returns a tree, not scored, with a leaf for each of these answers to a task, as they are
         read back; None where the format cannot say one of them."""

@@ -582,6 +582,13 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "a reward of an unknown column": ({"rewards": with_unknown}, "'completion'"),
     "a reward of TRL's trainer": ({"rewards": of_trainer}, "'trainer_state'"),
     "a reward by position": ({"rewards": lambda *completions: [1.0]}, "no arguments by name"),
+    "one number for all": ({"rewards": lambda **_: 1.0}, "'reward' was tried on 3 made"),
+    "too few values": ({"rewards": [brief, lambda **_: [1.0]]}, "it returned [1.0], expected"),
+    "texts": ({"rewards": lambda completions, **_: completions}, "expected a number or None"),
+    "a dict of verl's without score": (
+        {"rewards": lambda solution_str, ground_truth: {"reward": 1.0}},
+        "it returned {'reward': 1.0}",
+    ),
     "a generator": ({"tasks": (row for row in ROWS)}, "tasks: got"),
     "no rows": ({"tasks": []}, "tasks: got no rows"),
     "rows that are none": ({"tasks": ["1 + 1 ?"]}, "a row: got '1 + 1 ?'"),
@@ -639,6 +646,15 @@ def test_a_judge_is_not_asked_before_there_are_trees_and_loses_nothing(tmp_path:
     whole = run(tmp_path / "whole", settings, rewards=judge)
     for key, value in whole.metrics.items():
         assert is_timing(key) or done.metrics[key] == value, key
+
+
+def test_loops_and_evaluations_try_rewards_too(tmp_path: Path) -> None:
+    for work in (
+        lambda: Session(QUICK, rewards=lambda **_: [1.0]).__enter__(),
+        lambda: evaluate_checkpoint(None, load_config(QUICK), rewards=lambda **_: [1.0]),
+    ):
+        with raises_code("reward-tried"):
+            work()
 
 
 def test_servers_take_no_model_of_this_process(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def _evaluated(
     async def run(report: Callable[..., None]) -> Evaluation:
         async with Parts.build(config, model_path=model_path, source=source) as parts:
             parts.check_tasks(tasks)
+            await parts.try_rewards(tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)
 
     with shown(display) as progress:

@@ -156,7 +156,7 @@ class Called:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._function = function
         self._names = None if takes_all else tuple(parameters)
-        self._is_async = is_async(function)
+        self.is_async = is_async(function)
         self._scores_one = scores_one(function)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -164,7 +164,7 @@ class Called:
         if not self._scores_one:
             return await self._run(arguments)
         calls = _arguments_of_verl(arguments)
-        if self._is_async:
+        if self.is_async:
             returned = await asyncio.gather(*(self._run(call) for call in calls))
         else:
             # One after another: a function need not be safe for threads.
@@ -177,7 +177,7 @@ class Called:
         **kwargs."""
         if self._names is not None:
             arguments = {name: arguments[name] for name in self._names if name in arguments}
-        if self._is_async:
+        if self.is_async:
             return await self._function(**arguments)
         # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads,
         # and the process could not end.

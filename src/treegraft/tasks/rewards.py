@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from treegraft.core.errors import SettingError
 from treegraft.core.given import GIVEN
 from treegraft.core.interfaces import RewardFunc
 from treegraft.core.registry import find
@@ -220,6 +221,20 @@ class RewardScorer:
                 leaves[number] = self._scored(leaf, next(by_leaf), tree.task.id)
         return replace(tree, leaves=tuple(leaves))
 
+    async def rehearse(self, tree: Tree) -> None:
+        """Asks the functions about a tree of made completions, except those that have to be
+        awaited, which may cost something. Raises `SettingError` for one that returns something
+        else than a number or None for each; whatever else happens is left to the run."""
+        arguments = arguments_of(tree.task, paths := tree.trajectories(), self._written_text)
+        for (name, *_), function in zip(self._functions, self._calls, strict=False):
+            outcomes = () if function.is_async else await self._ask(function, arguments, len(paths))
+            if fault := next((one for one in outcomes if isinstance(one, _Unusable)), None):
+                raise SettingError(
+                    f"reward.funcs: '{name.removeprefix(GIVEN)}' was tried on {len(paths)} made"
+                    f" completions of task '{tree.task.id}': {fault}.",
+                    code="reward-tried",
+                )
+
     def _correctness(self, *, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
         """By the answer where there is a reference, else by the environment's reward."""
 
@@ -252,7 +267,7 @@ class RewardScorer:
             values = []
         if len(values) != num:
             told = f"it returned {returned!r:.80}, expected a list with one number for each"
-            return [f"{told} of {num} completions (None where it does not apply)"] * num
+            return [_Unusable(f"{told} of {num} completions (None where it does not apply)")] * num
         return [_checked(value) for value in values]
 
     def _scored(self, leaf: Leaf, outcomes: Sequence[_Outcome], task_id: str) -> Leaf:
@@ -279,6 +294,10 @@ class RewardScorer:
         return replace(leaf, reward=total, reward_parts=parts, is_correct=correct)
 
 
+class _Unusable(str):
+    """The error of a function that has returned something else than rewards."""
+
+
 _Outcome = float | str | None
 """A reward, the error in its place, or None where the function does not apply."""
 
@@ -290,7 +309,7 @@ def _checked(value: Any) -> _Outcome:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return f"it returned {value!r:.80} for a completion, expected a number or None"
+        return _Unusable(f"it returned {value!r:.80} for a completion, expected a number or None")
     return number if math.isfinite(number) else f"it returned {number}, expected a finite number"
 
 
