@@ -625,8 +625,6 @@ class Session:
             )
         team = self._within.team
         for step in range(self.num_warm_up_steps, settings.num_steps):
-            # An engine that can leave the card does so while the learner works.
-            self._wait(self._publisher.rest)
             began = time.monotonic()
             cpu_began = time.process_time()
             self._wait(demonstrations.prepare, step)
@@ -683,8 +681,6 @@ class Session:
         self.grower.watch = self._watch
         with self.clock("rollout"):
             trees = await self._grown(update, tasks)
-            if self._learns and self._learner is not None:
-                await self._publisher.rest()
         # Earlier tasks alone are lessons: those of this update have trees of their own.
         self._num_drawn_before = self._num_drawn
         self._num_drawn += trees.num_drawn

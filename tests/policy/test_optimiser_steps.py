@@ -61,7 +61,6 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
         ({}, False),
         ({"kind": "vllm"}, True),
         ({"kind": "vllm", "vllm": {"gpus": ["1"]}}, False),
-        ({"kind": "vllm", "vllm": {"gpus": ["0"], "sleep": True}}, True),
         ({"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:8000"]}}, False),
         ({"kind": "my_package.engines:Mine"}, False),
     ],

@@ -168,10 +168,6 @@ class VllmSettings(Settings):
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
     has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports
     exact entropies; it was never run on one."""
-    # Off: waking costs seconds in each update.
-    sleep: bool = setting(False, same_answers=True)
-    """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
-    that the learner has the room; for servers of this run's own, on GPUs."""
 
     @property
     def gpus_each(self) -> int:
@@ -208,7 +204,7 @@ class EngineSettings(Settings):
     def shares_card(self) -> bool:
         """Whether servers of this run's own may lie on the GPUs that learn."""
         vllm = self.vllm
-        return self.kind == "vllm" and (vllm.sleep or not (vllm.servers or vllm.gpus))
+        return self.kind == "vllm" and not (vllm.servers or vllm.gpus)
 
 
 class CreditSettings(Settings):

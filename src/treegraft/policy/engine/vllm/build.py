@@ -53,11 +53,9 @@ def build_engine(
         model_path: where model and tokenizer come from.
 
     Raises:
-        SettingError: an address that is none, no Python with vLLM, no place for weights, servers
-            that cannot sleep.
+        SettingError: an address that is none, no Python with vLLM, no place for weights.
     """
     settings = config.engine.vllm
-    _check_sleep(settings)
     urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
     python = None if urls else find_python(settings)
     runs = Path(config.run.dir).expanduser().absolute()
@@ -99,16 +97,6 @@ def build_engine(
         folders=folders,
         initial=None if python else ModelWeights(plain_weights(model)),
     )
-
-
-def _check_sleep(settings: VllmSettings) -> None:
-    if settings.sleep and (settings.servers or not torch.cuda.is_available()):
-        why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
-        raise SettingError(
-            f"engine.vllm.sleep: got true, but {why}; expected servers of this run's own that share"
-            " a GPU with the learner. Leave it out.",
-            code="nothing-to-leave",
-        )
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
@@ -276,8 +264,6 @@ def options(config: Config, path: Path) -> list[str]:
     found += ["--enable-scale-out"]
     # Of the distribution that was drawn from: after temperature and filters.
     found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
-    if settings.sleep:
-        found += ["--enable-sleep-mode"]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():

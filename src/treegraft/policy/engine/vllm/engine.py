@@ -85,8 +85,7 @@ class VllmEngine(ServerEngine):
             self._initial = None
         await self._servers.open()
         # The shortest, since any server may answer any request.
-        limits = [one.identity["max_context"] for one in self._servers.members if one.identity]
-        self.max_context = min(limits, default=self.max_context)
+        self.max_context = min(one.identity["max_context"] for one in self._servers.members)
         self._is_open.set()
 
     # ------------------------------------------------------------------ completions
@@ -177,11 +176,6 @@ class VllmEngine(ServerEngine):
             ) from error
         label = f"{self._servers.owner}-{version}.{self._num_published}"
         return Due(label, path, source.fingerprint)
-
-    async def rest(self) -> None:
-        """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""
-        if self.settings.vllm.sleep:
-            await self._servers.rest()
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""
