@@ -561,7 +561,6 @@ class Session:
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
                 num_updates=config.run.num_updates,
-                shares_card=config.engine.shares_card,
             )
             if self._checkpoint is not None:
                 learner.load(self._checkpoint)

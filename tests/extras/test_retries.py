@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.test_format_chat import KINDS, end_of, form_of, ids_of, shown
+from tests.rollout.test_format_chat import KINDS, form_of, ids_of, shown
 from tests.rollout.test_growth import grow, make
 from tests.rollout.test_loop import ANSWER, search
 from tests.support.error_codes import raises_code
@@ -109,13 +109,7 @@ def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
     assert tree.budget.num_sampled_tokens == 2 * (6 + 2) + 2 * (2 + answer)
     assert tree.budget.num_tool_calls == 4
     metrics = rollout_metrics([tree])
-    assert {key: value for key, value in metrics.items() if key.startswith("retry/")} == {
-        "retry/num_retries": 2.0,
-        "retry/num_places": 1.0,
-        "retry/mixed_frac": 0.0,
-        "retry/reward": 1.0,
-    }
-    assert metrics["branch/num_starts"] == 2 and "restart/num_restarts" not in metrics
+    assert metrics["branch/num_starts"] == 2
     assert tree_from_json(tree_to_json(tree)) == tree
 
 
@@ -266,7 +260,8 @@ def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought:
     whole = shown(kind, wrote)
     assert whole.startswith(text)
     assert text.endswith('{"name": "' if kind == "llama31" else "<tool_call>\n")
-    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end_of(kind)) + end_of(kind))
+    end = "<|eot_id|>" if kind == "llama31" else "<|im_end|>"
+    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end) + end)
     assert form.parse_step((*opening, *rest)) == form.parse_step(wrote)
     # In place of an answer: a thought in tags is kept, plain text is not.
     (answered, _), *_ = form.render_step(StepContent(thought=thought, answer="3"))

@@ -27,7 +27,6 @@ from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.shards import TensorFiles, write_rows
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import (
-    EngineSettings,
     LearnSettings,
     LoraSettings,
     LossSettings,
@@ -53,20 +52,6 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
             assert all(step.ratios[~step.sampled_mask] == 1.0)
     ratios = [r for step in learned[0].steps for r in step.ratios]
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
-
-
-@pytest.mark.parametrize(
-    ("engine", "shares"),
-    [
-        ({}, False),
-        ({"kind": "vllm"}, True),
-        ({"kind": "vllm", "vllm": {"gpus": ["1"]}}, False),
-        ({"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:8000"]}}, False),
-        ({"kind": "my_package.engines:Mine"}, False),
-    ],
-)
-def test_who_shares_a_card(engine: dict, shares: bool) -> None:
-    assert EngineSettings.model_validate(engine).shares_card is shares
 
 
 def test_a_tiny_step_survives_in_bfloat16() -> None:

@@ -262,20 +262,6 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         run(servers, tmp_path, work)
 
 
-def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.policy.engine.vllm.server.ANSWER_BYTES", 40_000)
-
-    async def work(engine: VllmEngine) -> None:
-        servers[0].padding = 20_000
-        await ask(engine, 0)
-        servers[0].padding = 50_000
-        with raises_code("request-failed-often"):
-            await ask(engine, 0)
-
-    with fakes(MODEL) as servers:
-        run(servers, tmp_path, work)
-
-
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         await engine.publish(ModelWeights(OTHER.state_dict()), 1)
@@ -416,18 +402,12 @@ def test_a_server_without_the_plugin_is_refused_with_its_version(tmp_path: Path)
             run(servers, tmp_path, work)
 
 
-@pytest.mark.parametrize(
-    ("url", "code"),
-    [
-        ("http://127.0.0.1:9", "server-not-there"),
-        ("127.0.0.1:8000", "vllm-address-invalid"),
-    ],
-)
-def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, code: str) -> None:
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000", "http://[a"])
+def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("there is no server")
 
-    with raises_code(code):
+    with raises_code("server-not-there"):
         run([], tmp_path, work, servers=[url])
 
 
@@ -462,12 +442,10 @@ def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> 
         Process(["true"], environment={}, log=tmp_path / "file" / "log").start()
 
 
-def test_a_python_without_vllm_is_refused() -> None:
-    for python, code in ((sys.executable, "vllm-missing"), ("/no/python", "vllm-python-broken")):
-        config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": python}}))
-        with raises_code(code) as caught:
-            find_python(config.engine.vllm)
-        assert "make vllm-env" in str(caught.value)
+def test_a_python_that_is_not_there_is_refused() -> None:
+    config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": "/no/python"}}))
+    with raises_code("vllm-python-missing", "make vllm-env"):
+        find_python(config.engine.vllm)
 
 
 def test_servers_of_ours_do_not_join_the_ranks(
@@ -513,8 +491,6 @@ def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyP
     assert gpus(num_servers=3) == ["4", "5", "6"]
     assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
     assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
-    with raises_code("servers-share-gpu"):
-        gpus(num_servers=5)
 
 
 def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:

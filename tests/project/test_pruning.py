@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from studies.pruning.__main__ import main
+from studies.pruning.likelihood import Likelihood
 from studies.pruning.notes import read_notes
 from studies.pruning.steps import (
     Trajectory,
@@ -29,7 +30,6 @@ from tests.support.tiny import tiny
 
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall, Tree
-from treegraft.policy.learn.likelihood import Likelihood
 from treegraft.runs.display import NoDisplay
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LearnSettings

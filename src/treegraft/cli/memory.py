@@ -31,8 +31,8 @@ _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
 _ADVICE = (
     "It takes less with learn.max_pack_tokens=2048, model.gradient_checkpointing=true,"
-    " model.dtype=bfloat16 or model.lora.rank=16, with several ranks learn.offload=true;"
-    " `treegraft doctor RECIPE --gpus 8` says what eight GPUs hold"
+    " model.dtype=bfloat16 or model.lora.rank=16; `treegraft doctor RECIPE --gpus 8` says"
+    " what eight GPUs hold"
 )
 
 

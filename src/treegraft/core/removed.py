@@ -111,11 +111,13 @@ REMOVED: dict[str, str] = {
             "tool_failing",
         )
     },
+    "health.answer_copied": "Gone since 0.8; the tree page of the viewer shows what was copied.",
     "health.symptoms_every": _SYMPTOMS,
     "health.success_falling": _SYMPTOMS,
     "health.question_ignored": _SYMPTOMS,
     "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
     "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "learn.offload": "Gone since 0.8: shards lie on the GPUs; with more ranks each has less.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},
     "track.spans": (

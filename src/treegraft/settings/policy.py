@@ -71,7 +71,6 @@ def _shares_steps(config: Settings) -> str:
 
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
 _rewards_grafts = Condition("credit.retrieval_reward", lambda reward: reward != "none")
-_several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -199,12 +198,6 @@ class EngineSettings(Settings):
     """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
-
-    @property
-    def shares_card(self) -> bool:
-        """Whether servers of this run's own may lie on the GPUs that learn."""
-        vllm = self.vllm
-        return self.kind == "vllm" and not (vllm.servers or vllm.gpus)
 
 
 class CreditSettings(Settings):
@@ -341,9 +334,6 @@ class LearnSettings(Settings):
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
     "auto" means these (one without torchrun)."""
-    offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
-    """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
-    weights come to the GPU for its pass alone."""
 
 
 class WarmupSettings(Settings):

@@ -83,7 +83,6 @@ class Learner:
         length_constant: int,
         num_updates: int = 0,
         team: Team | None = None,
-        shares_card: bool = False,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
@@ -93,8 +92,6 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
-            shares_card: another process may want what passes used of a GPU, so it is freed after
-                each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -118,7 +115,6 @@ class Learner:
                 code="grafts-not-packed",
             )
         self._team = team or Alone()
-        self._shares_card = shares_card
         self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
@@ -309,8 +305,6 @@ class Learner:
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, packs[part], written)
-        if self._shares_card:
-            torch.cuda.empty_cache()
         recorded = list(trees)
         for n, tree in enumerate(trees):
             if is_learned[n]:
@@ -431,7 +425,7 @@ class Learner:
         """The pack's share of the optimiser step's loss, with its gradient."""
         own = self._loss_batch(batch, denominators)
         terms = loss_terms(own, scores, self._form)
-        sums.add_terms(terms, own.advantages)
+        sums.add_terms(terms)
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step that has
         # gradients: its weights still are the engine's.

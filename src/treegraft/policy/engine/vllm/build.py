@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import torch
 from safetensors import SafetensorError
 
 import treegraft
-from treegraft.core.addresses import expanded, redacted
+from treegraft.core.addresses import expanded
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Tokenizer
@@ -53,10 +51,10 @@ def build_engine(
         model_path: where model and tokenizer come from.
 
     Raises:
-        SettingError: an address that is none, no Python with vLLM, no place for weights.
+        SettingError: no Python for servers, or no place for weights.
     """
     settings = config.engine.vllm
-    urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
+    urls = [expanded(url, "engine.vllm.servers").removesuffix("/v1") for url in settings.servers]
     python = None if urls else find_python(settings)
     runs = Path(config.run.dir).expanduser().absolute()
     runs.mkdir(parents=True, exist_ok=True)
@@ -128,60 +126,23 @@ def find_python(settings: VllmSettings) -> str:
     """Returns the Python that starts servers.
 
     Raises:
-        SettingError: there is none, or its environment has no vLLM or an older one.
+        SettingError: there is none.
     """
-    how = "Run `make vllm-env` in a clone of Treegraft, or name the Python of another environment"
     if settings.python is None:
         # The working directory, and the clone that this package is run from.
-        places = (Path.cwd(), Path(__file__).parents[5])
-        for place in places:
-            python = place / ".vllm-env/bin/python"
-            if python.exists():
-                break
-        else:
-            raise SettingError(
-                "engine.vllm.python is not set, and there is no .vllm-env/bin/python in"
-                f" {' or '.join(map(str, places))}; expected the Python of an environment with"
-                f" vLLM. {how} as engine.vllm.python.",
-                code="vllm-python-missing",
-            )
+        roots = (Path.cwd(), Path(__file__).parents[5])
+        places = [root / ".vllm-env/bin/python" for root in roots]
     else:
-        python = Path(settings.python).expanduser().absolute()
-    ask = "import importlib.metadata as m; print(m.version('vllm'))"
-    try:
-        done = subprocess.run(
-            [str(python), "-c", ask], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SettingError(
-            f"engine.vllm.python: '{python}' does not run ({error}); expected the Python of an"
-            f" environment with vLLM. {how}.",
-            code="vllm-python-broken",
-        ) from error
-    version = "" if done.returncode else done.stdout.strip()
-    numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
-    if numbers < [int(part) for part in TESTED.split(".")]:
-        raise SettingError(
-            f"engine.vllm.python: the environment of '{python}' has vLLM {version or '(none)'};"
-            f" expected {TESTED} or later. {how}.",
-            code="vllm-missing",
-        )
-    return str(python)
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise SettingError(
-            f"engine.vllm.servers: '{redacted(url)}' is not the address of a server; expected one"
-            " such as http://127.0.0.1:8000",
-            code="vllm-address-invalid",
-        )
-    return url.rstrip("/").removesuffix("/v1")
+        places = [Path(settings.python).expanduser().absolute()]
+    for place in places:
+        if place.exists():
+            return str(place)
+    raise SettingError(
+        f"engine.vllm.python: there is no {' or '.join(map(str, places))}; expected the Python of"
+        f" an environment with vLLM {TESTED} or later. Run `make vllm-env` in a clone of Treegraft,"
+        " or name the Python of another environment.",
+        code="vllm-python-missing",
+    )
 
 
 def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
@@ -302,23 +263,8 @@ def _environment(
 
 
 def gpus_of(settings: VllmSettings, number: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which.
-
-    Raises:
-        SettingError: several servers on one GPU, of which each would take all of its memory.
-    """
+    """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     each = settings.gpus or (visible.split(",") if count > 1 else [visible])
-    own = each[number % len(each)]
-    shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
-    # Whoever sets a share knows how many servers are on the GPU.
-    has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
-    if own and settings.num_servers > len(each) and not has_share:
-        raise SettingError(
-            f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, each of"
-            " which one server nearly fills; expected one on each. Lower it, or set"
-            ' engine.vllm.server_args=["--gpu-memory-utilization","SHARE"].',
-            code="servers-share-gpu",
-        )
-    return own
+    return each[number % len(each)]
