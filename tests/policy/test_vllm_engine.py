@@ -40,7 +40,6 @@ from treegraft.policy.engine.vllm.build import (
     build_engine,
     client,
     find_python,
-    gpus_of,
     options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
@@ -334,7 +333,7 @@ def test_only_the_v2_runner_measures(tmp_path: Path) -> None:
     with fakes(MODEL) as servers, raises_code("server-unfit"):
         run(servers, tmp_path, work, entropies="measured")
     config = load_config(tiny(engine={"kind": "vllm", "vllm": {"entropies": "measured"}}))
-    found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
+    found = _environment(config.engine.vllm, "", tmp_path, tmp_path)
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
@@ -444,7 +443,7 @@ def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> 
 
 def test_a_python_that_is_not_there_is_refused() -> None:
     config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": "/no/python"}}))
-    with raises_code("vllm-python-missing", "make vllm-env"):
+    with raises_code("vllm-python-missing", match="make vllm-env"):
         find_python(config.engine.vllm)
 
 
@@ -470,27 +469,12 @@ def test_servers_of_ours_do_not_join_the_ranks(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "kept")
     settings = load_config(tiny()).engine.vllm
-    found = _environment(settings, 0, tmp_path, tmp_path)
+    found = _environment(settings, "2,3", tmp_path, tmp_path)
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
     assert found["RANKING"] == "kept" and "VLLM_USE_V2_MODEL_RUNNER" not in found
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
-
-
-def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: four GPUs seen by torch, which the variable names 4 to 7."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-
-    def gpus(**vllm: Any) -> list[str]:
-        settings = load_config(tiny(engine={"kind": "vllm", "vllm": vllm})).engine.vllm
-        return [gpus_of(settings, one) for one in range(settings.num_servers)]
-
-    share = ["--gpu-memory-utilization=0.4"]
-    assert gpus(num_servers=3) == ["4", "5", "6"]
-    assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
-    assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
+    assert _environment(settings, "", tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
 
 
 def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:

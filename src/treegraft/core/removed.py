@@ -76,6 +76,9 @@ REMOVED: dict[str, str] = {
     ),
     "engine.vllm.entropies.auto": _DRAWS,
     "engine.vllm.entropies.exact": _DRAWS,
+    "engine.vllm.num_servers": (
+        'Gone since 0.8: engine.vllm.gpus has an entry for each server, ["0", "1"] for two.'
+    ),
     "engine.vllm.cache_gb": (
         'Gone since 0.8: use engine.vllm.server_args = ["--kv-cache-memory-bytes", "BYTES"], and on'
         " a CPU the variable VLLM_CPU_KVCACHE_SPACE."

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from treegraft.core.errors import SettingError, ToolUnavailable
-from treegraft.core.interfaces import AnswerOpening, Explorer, Format, Opening, Retriever
+from treegraft.core.errors import ToolUnavailable
+from treegraft.core.interfaces import Format, Retriever
 from treegraft.core.sessions import Point, Session, Sessions, Untrue
 from treegraft.core.types import (
     Below,
@@ -234,18 +234,3 @@ class StoredSteps:
             temperature = self._limits.temperature
             tree.add_stored(path, step.token_ids, step.content, cause, lesson, temperature)
         return path
-
-
-def check_retries(explorer: Explorer, format: Format) -> None:
-    """Raises SettingError where the explorer begins tool calls or answers and the format cannot."""
-    for is_needed, kind, what, method in (
-        (explorer.retries, Opening, "tool calls", "call_opening"),
-        (explorer.begins_answers, AnswerOpening, "answers", "answer_opening"),
-    ):
-        if is_needed and not isinstance(format, kind):
-            raise SettingError(
-                f"explore.explorers: {type(explorer).__name__} begins {what} for the agent, but the"
-                f" format {type(format).__name__} has no method {method}; expected a format with"
-                " one, as 'tags' is. Write it, or choose another format or explorer.",
-                code="no-opening",
-            )

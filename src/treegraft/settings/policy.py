@@ -151,8 +151,6 @@ class VllmSettings(Settings):
     servers: list[str] = setting([], acts="sends", same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
     options that docs/serving.md names; empty starts servers of this run's own."""
-    num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
-    """Servers to start, one process group each."""
     python: str | None = setting(
         None, acts="runs", idle_unless=(_starts_servers,), same_answers=True
     )
@@ -161,8 +159,8 @@ class VllmSettings(Settings):
     server_args: list[str] = setting([], acts="runs", idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
     gpus: list[str] = setting([], acts="nothing", idle_unless=(_starts_servers,), same_answers=True)
-    """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
-    visible GPU, from the first again where there are fewer."""
+    """The servers to start, each by its CUDA_VISIBLE_DEVICES: ["1", "2,3"] starts one on a GPU and
+    one on two; an empty text leaves the variable as it is. Without entries one server starts."""
     entropies: Literal["top_k", "measured"] = setting("top_k")
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
     has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports

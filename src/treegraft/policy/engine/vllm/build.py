@@ -202,14 +202,15 @@ def _own_servers(
     packages = work / "packages"
     packages.mkdir()
     (packages / "treegraft").symlink_to(Path(treegraft.__file__).parent)
-    paths = {f"http://server-{n}": sockets / f"http-{n}" for n in range(settings.num_servers)}
+    each = settings.gpus or [""]
+    paths = {f"http://server-{n}": sockets / f"http-{n}" for n in range(len(each))}
     http = client(paths)
     servers = []
     for number, (url, path) in enumerate(paths.items()):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
         process = Process(
             [*command, *options(config, path)],
-            environment=_environment(settings, number, packages, sockets),
+            environment=_environment(settings, each[number], packages, sockets),
             log=work / f"server-{number}.log",
             folders=folders,
         )
@@ -234,7 +235,7 @@ def options(config: Config, path: Path) -> list[str]:
 
 
 def _environment(
-    settings: VllmSettings, number: int, packages: Path, sockets: Path
+    settings: VllmSettings, gpus: str, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
     found = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
     # Both are for this process's Python and torch, and may break another's.
@@ -255,16 +256,8 @@ def _environment(
     }
     if settings.entropies == "measured":
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if own := gpus_of(settings, number):
-        found["CUDA_VISIBLE_DEVICES"] = own
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = gpus
     elif not torch.cuda.is_available():
         found.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     return found
-
-
-def gpus_of(settings: VllmSettings, number: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    each = settings.gpus or (visible.split(",") if count > 1 else [visible])
-    return each[number % len(each)]

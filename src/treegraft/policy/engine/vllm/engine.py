@@ -101,7 +101,8 @@ class VllmEngine(ServerEngine):
 
     async def _ask(self, draft: Draft) -> TokenReply:
         tree = draft.request.noise_key[:-1]
-        return self._read(await self._servers.ask(tree, self._body(draft)))
+        reply = await self._servers.ask(tree, self._body(draft))
+        return read_reply(reply["choices"][0], self._kind)
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
@@ -128,21 +129,6 @@ class VllmEngine(ServerEngine):
             # By the weights, so that a cache which outlived a publish would not be used.
             "cache_salt": self._servers.due.label,
         }
-
-    def _read(self, reply: Mapping[str, Any]) -> TokenReply:
-        """A reply's tokens, log-probabilities and entropies.
-
-        Raises:
-            EngineError: a reply without them.
-        """
-        try:
-            return read_reply(reply["choices"][0], self._kind)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(
-                f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
-                " expected both. See docs/serving.md.",
-                code="reply-lacks-tokens",
-            ) from error
 
     # ------------------------------------------------------------------ weights
 
