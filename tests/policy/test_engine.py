@@ -867,7 +867,6 @@ def test_a_deadline_is_kept_and_named() -> None:
     [
         ((), 4, "prefix-empty"),
         (ids_of(1024, 1), 4, "path-too-long"),
-        ((3,), 0, "no-new-tokens"),
     ],
 )
 def test_bad_requests_are_refused_at_once(prefix: tuple[int, ...], limit: int, code: str) -> None:

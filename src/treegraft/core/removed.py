@@ -120,6 +120,7 @@ REMOVED: dict[str, str] = {
     "health.question_ignored": _SYMPTOMS,
     "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
     "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "format.answer.last_line": 'Gone since 0.8: "regex" finds it by format.answer_pattern.',
     "learn.offload": "Gone since 0.8: shards lie on the GPUs; with more ranks each has less.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},

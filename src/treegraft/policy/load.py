@@ -250,17 +250,6 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
-def load_tokenizer(settings: ModelSettings) -> Any:
-    """Returns the tokenizer of model.path.
-
-    Raises:
-        ModelError: nothing to load there, or no tokenizer.
-    """
-    if settings.path.startswith(GIVEN):
-        return load_object(settings.path)[1]
-    return _load_tokenizer(settings.path, *_place(settings))
-
-
 def _place(settings: ModelSettings) -> tuple[str, dict[str, Any]]:
     """Returns folder or hub id, and what transformers has to know to load from it."""
     folder, gguf = locate(settings.path)

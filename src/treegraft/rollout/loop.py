@@ -55,7 +55,7 @@ from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import MIN_ROOM, Limits
-from treegraft.rollout.restart import StoredSteps, find_stored
+from treegraft.rollout.restart import StoredSteps
 from treegraft.rollout.tree import OpenPath, OpenTree
 from treegraft.settings.config import Config
 
@@ -263,9 +263,11 @@ class _Growth:
 
     async def find_stored(self) -> None:
         """Looks up the stored trajectories of the task."""
-        own = (self._tree, self._sessions, self._g.format, self._g.limits)
-        with self._g.watch.waiting("retrieval"):
-            self.stored = await find_stored(self._g.retriever, *own)
+        grower = self._g
+        self.stored = StoredSteps(self._tree, self._sessions, grower.format, grower.limits)
+        if grower.retriever is not None:
+            with grower.watch.waiting("retrieval"):
+                await self.stored.find(grower.retriever)
 
     def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""

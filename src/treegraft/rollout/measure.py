@@ -14,10 +14,8 @@ from treegraft.core.types import (
     BranchCause,
     GraftCause,
     Origin,
-    RetryCause,
     Status,
     Step,
-    StoredCause,
     Trajectory,
     Tree,
 )
@@ -80,7 +78,6 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/violation_frac": _ended_frac(own, Status.FORMAT_VIOLATION),
         "rollout/failed_frac": _ended_frac(own, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
-        "branch/num_starts": float(counts["starts"]),
         "branch/num_branches": float(counts["branches"]),
     }
     metrics |= _graft_metrics(trees, paths)
@@ -102,8 +99,6 @@ def _counted(trees: Sequence[Tree]) -> Counter[str]:
             found["tokens"] += step.num_tokens
             if step.is_graft:
                 found["retrieved"] += step.num_by(Origin.RETRIEVED)
-            if step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause):
-                found["starts"] += 1
             if isinstance(step.cause, BranchCause):
                 found["branches"] += 1
     return found

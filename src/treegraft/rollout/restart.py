@@ -42,17 +42,6 @@ class _Step:
     """Those of them that its agent wrote."""
 
 
-async def find_stored(
-    retriever: Retriever | None, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits
-) -> StoredSteps:
-    """Returns the stored trajectories of a tree's task; none without a retriever, or where it fails
-    or takes longer than the deadline of a rollout."""
-    found = StoredSteps(tree, sessions, format, limits)
-    if retriever is not None:
-        found.take(await found.in_time(retriever.trajectories(tree.task)) or ())
-    return found
-
-
 class StoredSteps:
     """The stored trajectories of one tree's task."""
 
@@ -64,9 +53,11 @@ class StoredSteps:
         self._limits = limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
 
-    def take(self, found: Sequence[Sequence[Trace]]) -> None:
-        """Takes trajectories of the tree's task, whole and in order."""
-        for traces in found:
+    async def find(self, retriever: Retriever) -> None:
+        """Looks up the trajectories; there are none if that fails or takes longer than the deadline
+        of a rollout."""
+        found = await self.in_time(retriever.trajectories(self._tree.task))
+        for traces in found or ():
             own = list(self._rendered([trace.value for trace in traces]))
             self._usable.append((traces, own, self._size(traces, own)))
 

@@ -251,7 +251,6 @@ class Learner:
         """Adds the gradient of an optimiser step's lessons."""
 
         def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
-            sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
             return lessons_loss(batch, logprobs, self._loss.lesson_coef, len(lessons))
 
         if weighty := [lesson for lesson in lessons if weight_of(lesson)]:

@@ -164,15 +164,11 @@ class VllmEngine(ServerEngine):
         return Due(label, path, source.fingerprint)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns counts of requests and the cost of publishing since the last call."""
-        counts = self._servers.counts
+        """Returns the live servers, and the cost of publishing since the last call."""
         metrics = {
-            "time/engine_requests": float(counts["requests"]),
-            "time/engine_moved": float(counts["moved"]),
             "time/engine_servers": float(len(self._servers.live)),
             "time/publish_bytes": float(self._num_bytes),
         }
-        counts.clear()
         self._num_bytes = 0
         return metrics
 

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,8 +78,6 @@ class Servers:
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.due = Due(f"{self.owner}-start")
         self._homes: dict[object, Member] = {}
-        self.counts: Counter[str] = Counter()
-        """Requests and moved requests since the last metrics."""
 
     # ------------------------------------------------------------------ requests
 
@@ -116,7 +113,6 @@ class Servers:
                 return await self._ask_member(member, body)
             except Unreachable as error:
                 fault = str(error)
-                self.counts["moved"] += 1
                 await self._look_at(member, fault)
         raise EngineError(
             f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}",
@@ -135,7 +131,6 @@ class Servers:
                 # It may have been left out meanwhile.
                 if member.fault:
                     raise Unreachable(member.fault)
-                self.counts["requests"] += 1
                 reply = await member.server.post(ROUTE, body, timeout_s=None)
         finally:
             member.load -= 1
