@@ -388,7 +388,7 @@ def test_groups_that_vary_between_places_alone_teach_nothing() -> None:
         return [tree]
 
     sampled = asyncio.run(sample_rounds(lambda *_: [tree.task], give, size=1, max_rounds=2))
-    assert sampled.num_rounds == 2
+    assert sampled.num_drawn == 2
 
 
 # ---------------------------------------------------------------------- law 1

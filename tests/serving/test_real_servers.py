@@ -156,7 +156,6 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert killed, "the server was not killed"
     assert assert_same_trees(tmp_path / "disturbed", tmp_path / "undisturbed") > 10
     metrics = read_metrics(tmp_path / "disturbed")
-    assert metrics[-1]["time/engine_servers"] == 1.0
     assert max(line.get("learn/engine_gap", 0.0) for line in metrics) < LIMIT
     assert not below(os.getpid()), "processes of a server are left"
     assert not [*tmp_path.glob(".servers-*")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import os
 import re
@@ -277,14 +276,8 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
         ) from error
 
 
-def unpacked_gguf() -> dict[str, Any]:
-    """Returns the arguments of `from_pretrained` by which transformers unpacks a GGUF file's
-    weights, and saves it more than a third of the time."""
-    import gguf
-
-    # transformers makes this table anew for each module of a model, and it is always the same.
-    if not hasattr(gguf.get_tensor_name_map, "cache_info"):
-        gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+def _unpacked_gguf() -> dict[str, Any]:
+    """The arguments by which transformers unpacks a GGUF file's weights."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -315,7 +308,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
             if "gguf_file" in shared:
-                shared |= unpacked_gguf()
+                shared |= _unpacked_gguf()
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )

@@ -12,14 +12,13 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors import SafetensorError
 
 import treegraft
 from treegraft.core.addresses import expanded
-from treegraft.core.errors import ModelError, SettingError
-from treegraft.core.files import storage_fault
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.locate import locate
+from treegraft.policy.checkpoint import write_model
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.replies import PLUGIN, TESTED
@@ -27,7 +26,7 @@ from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.load import ALLOCATOR, DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
-from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.policy import VllmSettings
 
@@ -54,7 +53,9 @@ def build_engine(
         SettingError: no Python for servers, or no place for weights.
     """
     settings = config.engine.vllm
-    urls = [expanded(url, "engine.vllm.servers").removesuffix("/v1") for url in settings.servers]
+    urls = []
+    for url in settings.servers:
+        urls.append(expanded(url, "engine.vllm.servers").rstrip("/").removesuffix("/v1"))
     python = None if urls else find_python(settings)
     runs = Path(config.run.dir).expanduser().absolute()
     runs.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,9 @@ def build_engine(
         else:
             place = str(model_path)
             if needs_weights(config, model_path):
-                place = str(_saved(model, tokenizer, work / "model"))
+                place = str(work / "model")
+                write_model(Path(place), model, named_weights(model))
+                tokenizer.save_pretrained(place)
             # Not in `work`: the path of a socket has at most 107 characters.
             folders.append(Path(tempfile.mkdtemp(prefix="treegraft-")))
             http, servers = _own_servers(config, python, place, folders)
@@ -169,27 +172,6 @@ def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
         ) from error
 
 
-def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """Writes the model as a folder that vLLM loads."""
-    inner = base_model(model)
-    tied = getattr(inner, "all_tied_weights_keys", None) or {}
-    weights = {}
-    for name, tensor in plain_weights(model).items():
-        if name not in tied:
-            weights[name] = tensor.cpu().contiguous()
-    try:
-        inner.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
-            f" ({storage_fault(error) or error}); expected room for one copy of its weights"
-            " in run.dir.",
-            code="model-not-copied",
-        ) from error
-    return folder
-
-
 def _own_servers(
     config: Config, python: str, model: str, folders: Sequence[Path]
 ) -> tuple[httpx.AsyncClient, list[Server]]:
@@ -241,9 +223,6 @@ def _environment(
     # Both are for this process's Python and torch, and may break another's.
     for name in ("PYTHONHOME", ALLOCATOR):
         found.pop(name, None)
-    if "TORCHELASTIC_RUN_ID" in os.environ and found.get("OMP_NUM_THREADS") == "1":
-        # torchrun's default for ranks, which share the cores.
-        del found["OMP_NUM_THREADS"]
     found |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -164,9 +164,8 @@ class VllmEngine(ServerEngine):
         return Due(label, path, source.fingerprint)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the live servers, and the cost of publishing since the last call."""
+        """Returns the cost of publishing since the last call."""
         metrics = {
-            "time/engine_servers": float(len(self._servers.live)),
             "time/publish_bytes": float(self._num_bytes),
         }
         self._num_bytes = 0
