@@ -291,7 +291,7 @@ def test_a_whole_trajectory_is_a_leaf_with_its_own_reward() -> None:
     # What the agent did: one step without a call, by three rollouts.
     assert metrics["reward/mean"] == -1 and metrics["reward/std"] == 0
     assert metrics["rollout/accuracy"] == metrics["rollout/completed_frac"] == 0
-    assert metrics["rollout/steps_mean"] == metrics["rollout/violation_frac"] == 1
+    assert metrics["rollout/violation_frac"] == 1
     assert metrics["rollout/num_trajectories"] == 4
 
 

@@ -70,7 +70,6 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/num_sampled_tokens": float(totals["tokens"]),
         "rollout/num_tool_calls": float(totals["calls"]),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
-        "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": counts["retrieved"] / max(1, counts["tokens"]),
         "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),
