@@ -270,7 +270,7 @@ class Learner:
         """
         self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
-        passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
+        passes = [part for part in minibatches if part] * self.settings.num_epochs
         taught = shared_out(lessons, minibatches)
         takes_imitated = self._loss.graft_coef > 0
         is_learned = list(map(self._is_learned, trees))
@@ -298,7 +298,9 @@ class Learner:
                     sums.add_sizes(pack.batch)
         sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
+        num_steps = 0
+        for part in passes:
+            num_steps += any(map(weight_of, taught[part])) or bool(learned[part])
         metrics = sums.metrics(num_steps, takes_imitated=takes_imitated)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
@@ -441,8 +443,9 @@ class Learner:
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens = batch.tokens[rows]
         owners = batch.trajectories[rows]
-        fracs = [path.leaf.retrieved_frac for path in batch.paths]
-        shaping = [shaping_factor(frac, self._loss.shaping_weight) for frac in fracs]
+        shaping = []
+        for path in batch.paths:
+            shaping.append(shaping_factor(path.leaf.retrieved_frac, self._loss.shaping_weight))
         return LossBatch(
             tokens=tokens,
             owners=owners,
