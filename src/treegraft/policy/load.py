@@ -276,8 +276,8 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
         ) from error
 
 
-def _unpacked_gguf() -> dict[str, Any]:
-    """The arguments by which transformers unpacks a GGUF file's weights."""
+def unpacked_gguf() -> dict[str, Any]:
+    """Returns the arguments by which transformers unpacks a GGUF file's weights."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -308,7 +308,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
             if "gguf_file" in shared:
-                shared |= _unpacked_gguf()
+                shared |= unpacked_gguf()
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )

@@ -16,7 +16,6 @@ import torch
 import treegraft
 from treegraft.core.addresses import expanded
 from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import Tokenizer
 from treegraft.core.locate import locate
 from treegraft.policy.checkpoint import write_model
 from treegraft.policy.engine.vllm.checks import identity_of_model
@@ -40,9 +39,7 @@ _OF_TORCHRUN = re.compile(
 """Variables by which a server would join the learner's ranks instead of its own processes."""
 
 
-def build_engine(
-    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
-) -> VllmEngine:
+def build_engine(config: Config, model: Any, tokenizer: Any, model_path: Path | str) -> VllmEngine:
     """Returns the engine; nothing is started yet.
 
     Args:
