@@ -140,7 +140,6 @@ def test_a_publish_sets_the_version_between_completions() -> None:
     ("case", "said"),
     [
         ({"prefix": ()}, "the prefix is empty"),
-        ({"tokens": 0}, "max_new_tokens is 0"),
         ({"max_context": 4}, "the path has 4 tokens, the model reads at most 4"),
         ({"filters": Filters(top_k=5)}, "does not hold; expected none"),
         ({"reply": served.TokenReply([], [])}, "replied without a token"),
