@@ -154,9 +154,7 @@ def test_what_cannot_be_asked_is_an_error(case: dict[str, Any], said: str) -> No
 
     server = Fixed() if "reply" in case else case.get("server", Local(MODEL))
     engine = engine_over(server, max_context=case.get("max_context"))
-    sampling = Sampling(
-        max_new_tokens=case.get("tokens", 4), filters=case.get("filters", Filters())
-    )
+    sampling = Sampling(max_new_tokens=4, filters=case.get("filters", Filters()))
     asked = interfaces.Request(case.get("prefix", PREFIX), sampling, noise_key=(0, "t"))
     with pytest.raises(errors.EngineError, match=said):
         asyncio.run(engine.complete(asked))
