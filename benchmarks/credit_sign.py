@@ -116,10 +116,6 @@ class Valued:
     retries = True
 
     @property
-    def begins_answers(self) -> bool:
-        return self.inner.begins_answers
-
-    @property
     def has_stages(self) -> bool:
         return self.inner.has_stages
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.error_codes import raises_code
+from tests.support.slow_learner import gradients_of
 from tests.support.tiny import differing, tiny, write_recipe
 from tests.support.tiny_parts import ANSWERS, ASKED, SlowSearch
 
@@ -115,7 +116,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], set[int]]:
 
     def step(optimiser: MasterAdamW, *args: Any) -> float:
         if optimiser.num_steps + 1 in (in_warmup if args else in_updates):
-            for gradient in optimiser.gradients().values():
+            for gradient in gradients_of(optimiser).values():
                 gradient.view(-1)[0] = float("nan")
         return plain(optimiser, *args)
 

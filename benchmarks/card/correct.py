@@ -238,8 +238,7 @@ def ulps(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _one_rank(bench: Bench) -> None:
-    """FSDP2 at world size 1, its shards on the device or in the host's memory, against the plain
-    learner: three updates in float32."""
+    """FSDP2 at world size 1 against the plain learner: three updates in float32."""
     learn = LearnSettings(lr=1e-4, max_pack_tokens=bench.pick(8192, 512))
     make = functools.partial(
         bench.model, NAME, torch.float32, num_hidden_layers=bench.pick(_LAYERS, 2)
@@ -251,16 +250,15 @@ def _one_rank(bench: Bench) -> None:
         plain.learn(trees)
     expected = plain_weights(plain.model)
     moved = distance_of(expected, start)
-    for where, offload in (("the device", False), ("the host's memory", True)):
-        what = f"FSDP2 at world size 1, shards in {where}: weights"
-        if not bench.has_time(what):
-            return
-        with bench.measure(what, "of the way"), one_rank(learn, offload=offload) as maker:
-            learner = maker(make())
-            for _ in range(3):
-                learner.learn(trees)
-            off = distance_of(dict(learner.stream()), expected) / moved
-            check(bench, what, off, 1e-5, "of the way")
+    what = "FSDP2 at world size 1: weights"
+    if not bench.has_time(what):
+        return
+    with bench.measure(what, "of the way"), one_rank(learn) as maker:
+        learner = maker(make())
+        for _ in range(3):
+            learner.learn(trees)
+        off = distance_of(dict(learner.stream()), expected) / moved
+        check(bench, what, off, 1e-5, "of the way")
 
 
 def distance_of(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:

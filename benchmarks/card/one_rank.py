@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def one_rank(
-    learn: LearnSettings, *, offload: bool, dtype: str = "float32"
+    learn: LearnSettings, *, dtype: str = "float32"
 ) -> Iterator[Callable[[Any], ShardedLearner]]:
     """Holds the connection of a job of one rank, as torchrun would start it, and gives the maker of
     its learner from a whole model."""
@@ -34,7 +34,7 @@ def one_rank(
                 "dtype": dtype,
                 "gradient_checkpointing": dtype == "bfloat16",
             },
-            "learn": {**given, "offload": offload},
+            "learn": given,
         }
     )
     with socket.socket() as listener:

@@ -559,7 +559,6 @@ class Session:
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
                 num_updates=config.run.num_updates,
-                shares_card=config.engine.shares_card,
             )
             if self._checkpoint is not None:
                 learner.load(self._checkpoint)
@@ -623,8 +622,6 @@ class Session:
             )
         team = self._within.team
         for step in range(self.num_warm_up_steps, settings.num_steps):
-            # An engine that can leave the card does so while the learner works.
-            self._wait(self._publisher.rest)
             began = time.monotonic()
             cpu_began = time.process_time()
             self._wait(demonstrations.prepare, step)
@@ -681,8 +678,6 @@ class Session:
         self.grower.watch = self._watch
         with self.clock("rollout"):
             trees = await self._grown(update, tasks)
-            if self._learns and self._learner is not None:
-                await self._publisher.rest()
         # Earlier tasks alone are lessons: those of this update have trees of their own.
         self._num_drawn_before = self._num_drawn
         self._num_drawn += trees.num_drawn

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from studies.pruning import judging
+from studies.pruning.likelihood import Likelihood
 from studies.pruning.notes import add_notes
 from studies.pruning.steps import Score, Trajectory, Weighed, circling, cut_idle_steps
 from treegraft import Config, DataError, StepContent, Task, Trace, TraceBuffer
 from treegraft.parts import NoDisplay, interfaces, interrupt
+from treegraft.policy.output_head import max_context
 
 CHUNK = 64
 """Trajectories that are weighed and written together."""
@@ -130,7 +132,8 @@ class BufferPruning:
                 )
             opening = judging.Parts.build(config, needs="model", model_path=place)
             async with opening as setup:
-                score, max_tokens = judging.scores_of(setup.model, config)
+                score = Likelihood(setup.model, config.learn)
+                max_tokens = max_context(setup.model)
                 self.packing_problem = score.packing_problem
                 reader = _Reader(setup, max_tokens)
                 wanted = reader.read(stored)

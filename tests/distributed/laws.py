@@ -283,7 +283,6 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "idle": lambda ranks: law_13(
         ranks, settings(learn={"max_pack_tokens": 8192, "max_grad_norm": 1e9})
     ),
-    "offload": lambda ranks: law_13(ranks, settings(learn={"offload": True})),
     "twice": lambda ranks: twice(ranks, settings()),
     "skipped": lambda ranks: skipped(ranks, settings()),
     "resumed": lambda ranks: resumed(ranks, settings()),

@@ -21,7 +21,6 @@ NAMES = {
         "lessons",
         "stored",
         "idle",
-        "offload",
         "twice",
         "skipped",
         "resumed",

@@ -328,8 +328,6 @@ class Forgetful:
 
 def test_an_explorer_of_your_own_without_a_member_is_refused_by_name() -> None:
     settings = ExploreSettings(explorers=["tests.explore.test_explore:Forgetful"])
-    missing = (
-        "without after_probe, before_step, begins_answers, expands, fill, has_stages, is_hybrid"
-    )
+    missing = "without after_probe, before_step, expands, fill, has_stages, is_hybrid"
     with raises_code("members-missing", match=missing):
         build_explorer(settings, vocab_size=10)

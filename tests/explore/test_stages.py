@@ -20,7 +20,6 @@ from treegraft.explore.build import build_explorer
 from treegraft.explore.compose import Composed
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.rollout.measure import unused_metrics
 from treegraft.settings.explore import ExploreSettings, GraftSettings
 from treegraft.settings.load import load_config
 
@@ -80,12 +79,6 @@ def test_the_leaves_are_those_of_one_stage() -> None:
     first, _ = grown((1, 1, 0, 1), Independent().in_stages(2))
     assert first.steps == whole.steps[: len(first.steps)]
     assert len(first.leaves) == 2
-
-
-def test_the_share_of_trees_that_grew_on_is_a_metric() -> None:
-    explorer = Independent().in_stages(2)
-    trees = [scored_tree([0.0, 1.0]), scored_tree([0.0, 1.0, 1.0, 0.0])]
-    assert unused_metrics(trees, explorer, 4) == {"rollout/second_stage_frac": 0.5}
 
 
 def test_stages_are_settings_of_explorers_that_start_all_leaves() -> None:

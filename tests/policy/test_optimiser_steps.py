@@ -15,6 +15,7 @@ from tests.support.families import NO_KV, SHAPE, build_model, word_tokenizer
 from tests.support.slow_learner import (
     attend_by,
     example_trees,
+    gradients_of,
     make_learner,
     plain_scores,
 )
@@ -27,7 +28,6 @@ from treegraft.policy.load import load_model, with_adapters
 from treegraft.policy.shards import TensorFiles, write_rows
 from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import (
-    EngineSettings,
     LearnSettings,
     LoraSettings,
     LossSettings,
@@ -53,21 +53,6 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
             assert all(step.ratios[~step.sampled_mask] == 1.0)
     ratios = [r for step in learned[0].steps for r in step.ratios]
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
-
-
-@pytest.mark.parametrize(
-    ("engine", "shares"),
-    [
-        ({}, False),
-        ({"kind": "vllm"}, True),
-        ({"kind": "vllm", "vllm": {"gpus": ["1"]}}, False),
-        ({"kind": "vllm", "vllm": {"gpus": ["0"], "sleep": True}}, True),
-        ({"kind": "vllm", "vllm": {"servers": ["http://127.0.0.1:8000"]}}, False),
-        ({"kind": "my_package.engines:Mine"}, False),
-    ],
-)
-def test_who_shares_a_card(engine: dict, shares: bool) -> None:
-    assert EngineSettings.model_validate(engine).shares_card is shares
 
 
 def test_a_tiny_step_survives_in_bfloat16() -> None:
@@ -171,7 +156,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(dtype: torch.dtype, tmp_pat
     after = optimiser.state()
     assert optimiser.num_steps == 3 and optimiser.last_lr == pytest.approx(0.1 * 98 / 100)
     assert all(torch.equal(after[name], before[name]) for name in before if "." in name)
-    assert model.weight.grad is None and not optimiser.gradients()
+    assert model.weight.grad is None and not gradients_of(optimiser)
     # A finite one begins the count anew.
     assert step(None) == pytest.approx(2**0.5) and step(math.nan) and step(math.nan)
     resumed.load(files_of(optimiser.state(), tmp_path))

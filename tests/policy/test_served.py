@@ -140,7 +140,6 @@ def test_a_publish_sets_the_version_between_completions() -> None:
     ("case", "said"),
     [
         ({"prefix": ()}, "the prefix is empty"),
-        ({"tokens": 0}, "max_new_tokens is 0"),
         ({"max_context": 4}, "the path has 4 tokens, the model reads at most 4"),
         ({"filters": Filters(top_k=5)}, "does not hold; expected none"),
         ({"reply": served.TokenReply([], [])}, "replied without a token"),
@@ -155,9 +154,7 @@ def test_what_cannot_be_asked_is_an_error(case: dict[str, Any], said: str) -> No
 
     server = Fixed() if "reply" in case else case.get("server", Local(MODEL))
     engine = engine_over(server, max_context=case.get("max_context"))
-    sampling = Sampling(
-        max_new_tokens=case.get("tokens", 4), filters=case.get("filters", Filters())
-    )
+    sampling = Sampling(max_new_tokens=4, filters=case.get("filters", Filters()))
     asked = interfaces.Request(case.get("prefix", PREFIX), sampling, noise_key=(0, "t"))
     with pytest.raises(errors.EngineError, match=said):
         asyncio.run(engine.complete(asked))

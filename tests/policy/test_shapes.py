@@ -151,17 +151,6 @@ def test_parts_of_a_learner_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts["logits"] == 2 * 10 * 50 * 2 + 4 * 3 * 10 * 50 - 10 * 88 * 2
 
 
-def test_offloaded_shards_leave_passes_and_gathered_layers_on_the_gpu() -> None:
-    options = ["learn.ranks=8", "learn.offload=true"]
-    small = load_config(SEVEN, [*options, "learn.max_pack_tokens=2048"])
-    shape = load_shape(small.model)
-    assert shape is not None
-    parts = shape.learner_parts(small, 8)
-    assert parts.keys() == {"gathered layers", "activations", "logits", "reserved"}
-    whole = shape.learner_parts(load_config(SEVEN, options[:1]), 8)
-    assert parts["activations"] == whole["activations"] / 16
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_autograd_keeps_of_a_layer_what_its_shape_says(kind: str) -> None:
     """What three layers keep more than one, in bfloat16. On a CPU attention's output is copied for

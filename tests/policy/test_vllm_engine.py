@@ -40,7 +40,6 @@ from treegraft.policy.engine.vllm.build import (
     build_engine,
     client,
     find_python,
-    gpus_of,
     options,
 )
 from treegraft.policy.engine.vllm.engine import VllmEngine
@@ -137,7 +136,7 @@ def test_dead_servers_requests_move_and_nothing_changes(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(servers[1].die)
         found = await asyncio.gather(*asked)
-        assert engine.take_metrics()["time/engine_moved"] > 0 and engine.capacity == 4
+        assert engine.capacity == 4
         servers[0].token_s = 0.0
         servers[0].fail_next = 2
         found.append(await ask(engine, 8))
@@ -161,7 +160,7 @@ def test_no_reply_by_other_weights_is_taken(tmp_path: Path) -> None:
         servers[0].model.load_state_dict(MODEL.state_dict())
         servers[0].label = "default"
         later = await asyncio.gather(*(ask(engine, one) for one in range(1, 5)))
-        assert engine.take_metrics()["time/engine_moved"] >= 1.0
+        assert engine.capacity == 4
         return [first, *later]
 
     with fakes(MODEL, 2) as servers:
@@ -262,20 +261,6 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         run(servers, tmp_path, work)
 
 
-def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.policy.engine.vllm.server.ANSWER_BYTES", 40_000)
-
-    async def work(engine: VllmEngine) -> None:
-        servers[0].padding = 20_000
-        await ask(engine, 0)
-        servers[0].padding = 50_000
-        with raises_code("request-failed-often"):
-            await ask(engine, 0)
-
-    with fakes(MODEL) as servers:
-        run(servers, tmp_path, work)
-
-
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         await engine.publish(ModelWeights(OTHER.state_dict()), 1)
@@ -348,7 +333,7 @@ def test_only_the_v2_runner_measures(tmp_path: Path) -> None:
     with fakes(MODEL) as servers, raises_code("server-unfit"):
         run(servers, tmp_path, work, entropies="measured")
     config = load_config(tiny(engine={"kind": "vllm", "vllm": {"entropies": "measured"}}))
-    found = _environment(config.engine.vllm, 0, tmp_path, tmp_path)
+    found = _environment(config.engine.vllm, "", tmp_path, tmp_path)
     assert found["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
@@ -416,18 +401,12 @@ def test_a_server_without_the_plugin_is_refused_with_its_version(tmp_path: Path)
             run(servers, tmp_path, work)
 
 
-@pytest.mark.parametrize(
-    ("url", "code"),
-    [
-        ("http://127.0.0.1:9", "server-not-there"),
-        ("127.0.0.1:8000", "vllm-address-invalid"),
-    ],
-)
-def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str, code: str) -> None:
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000", "http://[a"])
+def test_addresses_without_a_server_are_refused(tmp_path: Path, url: str) -> None:
     async def work(engine: VllmEngine) -> None:
         raise AssertionError("there is no server")
 
-    with raises_code(code):
+    with raises_code("server-not-there"):
         run([], tmp_path, work, servers=[url])
 
 
@@ -462,12 +441,10 @@ def test_a_server_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> 
         Process(["true"], environment={}, log=tmp_path / "file" / "log").start()
 
 
-def test_a_python_without_vllm_is_refused() -> None:
-    for python, code in ((sys.executable, "vllm-missing"), ("/no/python", "vllm-python-broken")):
-        config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": python}}))
-        with raises_code(code) as caught:
-            find_python(config.engine.vllm)
-        assert "make vllm-env" in str(caught.value)
+def test_a_python_that_is_not_there_is_refused() -> None:
+    config = load_config(tiny(engine={"kind": "vllm", "vllm": {"python": "/no/python"}}))
+    with raises_code("vllm-python-missing", match="make vllm-env"):
+        find_python(config.engine.vllm)
 
 
 def test_servers_of_ours_do_not_join_the_ranks(
@@ -488,33 +465,14 @@ def test_servers_of_ours_do_not_join_the_ranks(
         "MASTER_ADDR",
         "MASTER_PORT",
     }
-    for name in (*of_torchrun, "OMP_NUM_THREADS"):
+    for name in of_torchrun:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANKING", "kept")
     settings = load_config(tiny()).engine.vllm
-    found = _environment(settings, 0, tmp_path, tmp_path)
-    assert not of_torchrun & found.keys() and "OMP_NUM_THREADS" not in found
+    found = _environment(settings, "2,3", tmp_path, tmp_path)
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not of_torchrun & found.keys()
     assert found["RANKING"] == "kept" and "VLLM_USE_V2_MODEL_RUNNER" not in found
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert _environment(settings, 0, tmp_path, tmp_path)["OMP_NUM_THREADS"] == "7"
-
-
-def test_a_server_has_the_gpus_that_its_options_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: four GPUs seen by torch, which the variable names 4 to 7."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-
-    def gpus(**vllm: Any) -> list[str]:
-        settings = load_config(tiny(engine={"kind": "vllm", "vllm": vllm})).engine.vllm
-        return [gpus_of(settings, one) for one in range(settings.num_servers)]
-
-    share = ["--gpu-memory-utilization=0.4"]
-    assert gpus(num_servers=3) == ["4", "5", "6"]
-    assert gpus(gpus=["1,2"], server_args=["--tensor-parallel-size", "2"]) == ["1,2"]
-    assert gpus(gpus=["1"], num_servers=2, server_args=share) == ["1", "1"]
-    with raises_code("servers-share-gpu"):
-        gpus(num_servers=5)
 
 
 def test_servers_of_ours_are_reached_by_this_user_alone(tmp_path: Path) -> None:

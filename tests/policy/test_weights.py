@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from treegraft.policy import weights
-from treegraft.policy.load import unpacked_gguf
 
 
 def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,13 +17,3 @@ def test_a_checksum_is_the_same_in_pieces_of_any_size(monkeypatch: pytest.Monkey
         assert int(weights.bit_sum(words)) % 2**64 == expected
         parts = weights.bit_sum(words[:4]) + weights.bit_sum(words[4:], first=4)
         assert int(parts) % 2**64 == expected
-
-
-def test_the_table_of_a_gguf_model_s_names_is_made_once() -> None:
-    """transformers asks for it for each module of a model."""
-    gguf = pytest.importorskip("gguf")
-    unpacked_gguf()
-    first = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    unpacked_gguf()
-    assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30) is first
-    assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) is not first

@@ -4,7 +4,6 @@ runs that set some off."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from tests.support.tiny import is_timing, tiny
 from tests.support.trees import Part, build_tree
 
 from treegraft.core.registry import CORE_NAMES
-from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
 from treegraft.runs import health
 from treegraft.runs.display import PlainDisplay
@@ -49,8 +46,6 @@ HEALTHY: dict[str, Any] = {
     "learn/engine_gap_limit": 1e-4,
     "branch/unused_frac": 0.6,
     "graft/unused_frac": 0.55,
-    "graft/copied_frac": 0.01,
-    "graft/answer_frac": 0.4,
     "tools/search_calls": 400.0,
     "tools/search_failure_frac": 0.05,
 }
@@ -107,7 +102,6 @@ CASES: dict[str, tuple[Any, str]] = {
     "branch_unused": ({"branch/unused_frac": 1.0}, "fresh starts: 100%"),
     "graft_unused": ({"graft/unused_frac": 0.96}, "no graft: 96%"),
     "graft_untrue": ({"environment/untrue_graft_frac": 0.6}, "environment contradicts: 60%"),
-    "answer_copied": (at_end(graft__copied_frac=0.3), "30%"),
     "held_out_differs": (
         at_end(rollout__accuracy=0.75, eval__accuracy=0.25),
         "differ: 50% more are correct in training",
@@ -225,77 +219,6 @@ def test_settings_are_checked() -> None:
 
 
 # ---------------------------------------------------------------------- the metrics behind them
-
-
-def grafted_path(
-    answer: str,
-    *,
-    before: str = "",
-    graft: StepContent | None = None,
-    own: str = "",
-    question: str = "?",
-) -> Trajectory:
-    """A search, a graft, perhaps another search, and an answer."""
-    cause = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.9)
-    tree = build_tree(Part.of("p", Part.of("s", Part.of("r", Part.of("s", Part("s", reward=1.0))))))
-    contents = [
-        StepContent(thought=question),
-        StepContent(
-            thought=before,
-            calls=(ToolCall("search", "x"),),
-            observations=(Observation(text=before),),
-        ),
-        graft or StepContent(),
-        StepContent(calls=(ToolCall("search", "y"),), observations=(Observation(text=own),)),
-        StepContent(answer=answer),
-    ]
-    steps = [
-        replace(step, content=content) for step, content in zip(tree.steps, contents, strict=True)
-    ]
-    steps[2] = replace(steps[2], cause=cause)
-    leaf = replace(tree.leaves[0], answer=answer)
-    task = Task(id="t/1", question=question, reference=(answer,))
-    return replace(tree, task=task, steps=tuple(steps), leaves=(leaf,)).trajectories()[0]
-
-
-SAID = StepContent(thought="so it is 42")
-SEEN = StepContent(calls=(ToolCall("search", "z"),), observations=(Observation(text="z is 42"),))
-
-
-@pytest.mark.parametrize(
-    ("parts", "source"),
-    [
-        ({"graft": SAID}, "words"),
-        ({"graft": StepContent(answer="42")}, "words"),
-        ({"graft": SEEN}, "result"),
-        ({"graft": SAID, "own": "the answer: 42"}, "own"),
-        ({"graft": SAID, "before": "42 ?"}, "own"),
-        ({"graft": SAID, "question": "is it 42 ?"}, "own"),
-        ({"graft": StepContent(thought="421 or 142")}, "own"),
-        ({"graft": StepContent()}, "own"),
-    ],
-)
-def test_where_an_answer_comes_from(parts: dict[str, Any], source: str) -> None:
-    assert answer_source(grafted_path("42", **parts)) == source
-
-
-def test_answers_are_found_across_case_and_spaces() -> None:
-    assert (
-        answer_source(grafted_path("New York", graft=StepContent(thought="it is NEW  york.")))
-        == "words"
-    )
-    assert (
-        answer_source(grafted_path("a+b (c)", graft=StepContent(thought="so a+b (c)"))) == "words"
-    )
-    assert answer_source(grafted_path("  ", graft=SAID)) is None
-    paths = [
-        grafted_path("42", graft=SAID),
-        grafted_path("42", graft=SEEN),
-        grafted_path("42"),
-        grafted_path("42"),
-    ]
-    assert copied_metrics(paths) == {"graft/answer_frac": 0.5, "graft/copied_frac": 0.25}
-    assert copied_metrics([build_tree(Part.of("p", Part("s", reward=1.0))).trajectories()[0]]) == {}
 
 
 def test_unused_budgets() -> None:

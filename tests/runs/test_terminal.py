@@ -326,7 +326,6 @@ def test_an_evaluation_on_one_line() -> None:
         "eval/accuracy_sampled": 0.38,
         "eval/accuracy_sampled_1_hop": 0.5,
         "eval/pass_at_4": 0.72,
-        "eval/completed_frac": 0.9,
         "eval/failed_frac": 0.0,
         "time/eval_s": 3.0,
         "eval/gain": 0.52,

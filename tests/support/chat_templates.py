@@ -216,7 +216,7 @@ BAD = {
     "no place for a tool's result": QWEN25.replace(
         "message.role == 'tool'", "message.role == 'function'"
     ),
-    "no place for tool calls and results: there are no tools": QWEN25.replace(
+    "a conversation with tool calls: there are no tools": QWEN25.replace(
         "{%- elif message.role == 'tool' %}",
         "{%- elif message.role == 'tool' %}{{ raise_exception('there are no tools') }}",
     ),

@@ -49,13 +49,8 @@ class FakeVllm:
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
-        self.padding = 0
-        """Bytes that replies have too many."""
-        self.refuse_sleep = False
         self.skip_loads = False
         """Keep the old weights where new ones are to be loaded."""
-        self.events: list[str] = []
-        """Sleeps, wakes and loads, in their order."""
         self.most_at_once = 0
         self.num_requests = 0
         self.labels_asked: list[str] = []
@@ -66,7 +61,6 @@ class FakeVllm:
         self.is_paused = False
         self.measures = False
         """Whether it was asked to report entropies."""
-        self.asleep: set[str] = set()
         self.num_running = 0
         config = uvicorn.Config(
             self._app(), log_level="critical", access_log=False, ws="none", lifespan="off"
@@ -92,8 +86,6 @@ class FakeVllm:
             "/collective_rpc": self._rpc,
             "/pause": self._pause,
             "/resume": self._resume,
-            "/sleep": self._sleep,
-            "/wake_up": self._wake_up,
             "/reset_prefix_cache": self._reset,
             "/update_weight_version": self._set_version,
         }
@@ -119,27 +111,6 @@ class FakeVllm:
         self.is_paused = False
         return JSONResponse({"status": "resumed"})
 
-    async def _sleep(self, request: Request) -> Response:
-        """As vLLM: it waits for requests under way, drops its cache and schedules no other."""
-        if self.refuse_sleep:
-            return JSONResponse({"error": "sleep mode is not enabled"}, status_code=500)
-        await self._pause(request)
-        if request.query_params["level"] == "2":
-            for weight in self.model.parameters():
-                weight.data.fill_(float("nan"))
-        self.asleep = {"weights", "kv_cache"}
-        self.events.append(f"sleep {request.query_params['level']}")
-        return JSONResponse({"status": "sleeping"})
-
-    async def _wake_up(self, request: Request) -> Response:
-        """As vLLM: with its last part awake it schedules again."""
-        for tag in request.query_params.getlist("tags"):
-            if tag in self.asleep:
-                self.events.append(f"wake {tag}")
-            self.asleep.discard(tag)
-        self.is_paused = self.is_paused and bool(self.asleep)
-        return JSONResponse({"status": "sleeping" if self.asleep else "awake"})
-
     async def _reset(self, request: Request) -> Response:
         return JSONResponse({"success": not self.num_running})
 
@@ -162,9 +133,7 @@ class FakeVllm:
         return self.identity
 
     def treegraft_load(self, path: str) -> dict[str, Any]:
-        assert "weights" not in self.asleep, "there is no memory to load weights into"
         weights = dict(read_folder(path))
-        self.events.append("load")
         if self.skip_loads:
             return {"fingerprint": weights_fingerprint(self.model.state_dict())}
         self.model.load_state_dict(weights)
@@ -185,7 +154,7 @@ class FakeVllm:
             choice = await self._write(body["token_ids"], body["sampling_params"])
         finally:
             self.num_running -= 1
-        return JSONResponse({"choices": [choice], "id": "x" * self.padding})
+        return JSONResponse({"choices": [choice]})
 
     async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         """One choice of a reply, drawn by a generator that begins anew with each request."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.slow_learner import gradients_of
 from tests.support.tiny import tiny
 
 from treegraft import Config, Status, Tree, load_config, train
@@ -92,7 +93,7 @@ def own_gradient(
     found: dict[str, torch.Tensor] = {}
 
     def step(*_: Any) -> float:
-        found.update({name: w.clone() for name, w in learner.optimiser.gradients().items()})
+        found.update({name: w.clone() for name, w in gradients_of(learner.optimiser).items()})
         return 0.0
 
     learner.optimiser.step = step  # type: ignore[method-assign]

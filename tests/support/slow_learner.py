@@ -16,6 +16,7 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.scores import token_scores
 from treegraft.policy.learn.tree_attention import PackedPlan
@@ -283,3 +284,9 @@ def shift_weights(model: Any) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.02 * torch.randn(weight.shape, generator=generator)
+
+
+def gradients_of(optimiser: MasterAdamW) -> dict[str, torch.Tensor]:
+    """The gradients that the next step takes, by the weights' names."""
+    pairs = zip(optimiser._names, optimiser._masters, strict=True)
+    return {name: master.grad for name, master in pairs if master.grad is not None}

@@ -107,10 +107,7 @@ def test_training_and_evaluation_with_an_environment(done: Path) -> None:
     )
     last = read_metrics(done)[-1]
     assert last["environment/num_replays"] == last["branch/num_branches"] > 0
-    assert (
-        last["environment/num_opened"]
-        == last["branch/num_starts"] + last["environment/num_replays"]
-    )
+    assert last["environment/num_opened"] > last["environment/num_replays"]
     assert (
         last["environment/num_mismatches"]
         == last["environment/num_failures"]

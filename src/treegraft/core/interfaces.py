@@ -423,28 +423,23 @@ class Format(Protocol):
 
 @runtime_checkable
 class Opening(Protocol):
-    """The further method of a format in which a tool call can be begun for the policy; explorers
-    whose `fill` returns `Retry` need it."""
+    """The further methods of a format in which a tool call or an answer can be begun for the
+    policy; explorers whose `fill` returns `Retry` need it.
+
+    Each returns the thought of one step of the policy and the tokens that begin the call or the
+    answer. `parse_step` reads them, with what the policy samples after them, as one step.
+    """
 
     def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
-        """Returns the thought of one step of the policy and the tokens that begin a tool call.
-        `parse_step` reads them, with what the policy samples after them, as one step.
+        """Returns the beginning of a call.
 
         Args:
             token_ids: the step's own tokens, end-of-sequence included.
-            tool: the tool that is called, where the beginning of a call names it; None for the one
-                that the step called, or else the first.
+            tool: the tool that is called; None for the one that the step called, or else the first.
         """
 
-
-@runtime_checkable
-class AnswerOpening(Protocol):
-    """The further method of a format in which a final answer can be begun for the policy; needed by
-    explorers with `begins_answers`."""
-
     def answer_opening(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the thought of one step of the policy and the tokens that begin an answer;
-        otherwise as `Opening.call_opening`."""
+        """Returns the beginning of an answer."""
 
 
 class TaskSource(Protocol):
@@ -586,8 +581,6 @@ class Explorer(Protocol):
     the tree is done, a copy each of an environment that forks."""
     retries: bool
     """Whether `fill` may return `Retry`; the format has to be an `Opening` then."""
-    begins_answers: bool
-    """Whether it begins answers too; the format has to be an `AnswerOpening` then."""
     wants_rewards: bool
     """Whether `fill` gets the tree scored; reward functions then see it once before each call of
     `fill`, with all of its leaves so far."""

@@ -54,7 +54,6 @@ CORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
         "branch_unused",
         "graft_unused",
         "graft_untrue",
-        "answer_copied",
         "held_out_differs",
         "engine_drift",
         "tool_broken",

@@ -76,6 +76,9 @@ REMOVED: dict[str, str] = {
     ),
     "engine.vllm.entropies.auto": _DRAWS,
     "engine.vllm.entropies.exact": _DRAWS,
+    "engine.vllm.num_servers": (
+        'Gone since 0.8: engine.vllm.gpus has an entry for each server, ["0", "1"] for two.'
+    ),
     "engine.vllm.cache_gb": (
         'Gone since 0.8: use engine.vllm.server_args = ["--kv-cache-memory-bytes", "BYTES"], and on'
         " a CPU the variable VLLM_CPU_KVCACHE_SPACE."
@@ -112,11 +115,14 @@ REMOVED: dict[str, str] = {
             "tool_failing",
         )
     },
+    "health.answer_copied": "Gone since 0.8; the tree page of the viewer shows what was copied.",
     "health.symptoms_every": _SYMPTOMS,
     "health.success_falling": _SYMPTOMS,
     "health.question_ignored": _SYMPTOMS,
     "model.lora.merge": "Gone since 0.8: checkpoints hold the merged weights.",
     "learn.compile_kernels": "Gone since 0.8: kernels are taken where they prove right.",
+    "format.answer.last_line": 'Gone since 0.8: "regex" finds it by format.answer_pattern.',
+    "learn.offload": "Gone since 0.8: shards lie on the GPUs; with more ranks each has less.",
     "learn.replicate": "Gone since 0.8: weights are divided among all ranks.",
     **{f"treegraft.{old}": f"Since 0.8 it is treegraft.{new}." for old, new in _MOVED.items()},
     "track.spans": (

@@ -22,7 +22,6 @@ class Composed:
         first = explorers[0]
         self.expands = first.expands
         self.retries = first.retries
-        self.begins_answers = first.begins_answers
         self.plans_starts = first.plans_starts
         self.wants_rewards = first.wants_rewards
         self.has_stages = first.has_stages

@@ -45,7 +45,6 @@ class Independent:
     probe_tokens: int | None = None
     expands: bool = False
     retries: bool = False
-    begins_answers: bool = False
     wants_rewards: bool = False
     has_stages: bool = False
     plans_starts: bool = True

@@ -162,7 +162,6 @@ class Host(NamedTuple):
 _NO_TEXTS = "{} learns from what the policy sampled, and imitated texts are none of it"
 COMMON = (
     Only("loss.objective", "clip", "{}'s other losses are not those of Treegraft"),
-    Only("learn.offload", False, "{} divides weights among processes"),
     Only("rollout.max_rounds", 1, "{} fixes the number of prompts of a step"),
     Only("replay.fresh_frac", 1.0, "{} generates every batch anew"),
     Only("sampler.kind", "epochs", "{} chooses the prompts of a step"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import os
 import re
@@ -250,17 +249,6 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
-def load_tokenizer(settings: ModelSettings) -> Any:
-    """Returns the tokenizer of model.path.
-
-    Raises:
-        ModelError: nothing to load there, or no tokenizer.
-    """
-    if settings.path.startswith(GIVEN):
-        return load_object(settings.path)[1]
-    return _load_tokenizer(settings.path, *_place(settings))
-
-
 def _place(settings: ModelSettings) -> tuple[str, dict[str, Any]]:
     """Returns folder or hub id, and what transformers has to know to load from it."""
     folder, gguf = locate(settings.path)
@@ -289,13 +277,7 @@ def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> A
 
 
 def unpacked_gguf() -> dict[str, Any]:
-    """Returns the arguments of `from_pretrained` by which transformers unpacks a GGUF file's
-    weights, and saves it more than a third of the time."""
-    import gguf
-
-    # transformers makes this table anew for each module of a model, and it is always the same.
-    if not hasattr(gguf.get_tensor_name_map, "cache_info"):
-        gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    """Returns the arguments by which transformers unpacks a GGUF file's weights."""
     try:
         from transformers import GgufConfig
     except ImportError:

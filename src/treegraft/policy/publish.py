@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine, LearnerLike, WeightSource
@@ -17,14 +17,6 @@ BFLOAT16_LIMIT = 0.04
 """Nats. They differ by about 4 % a token where the model is in doubt, and by far less where it is
 sure. An agent that a warm-up made sure of all comes to doubt again: its first gap says little."""
 MAX_BREACHES = 3
-
-
-@runtime_checkable
-class Resting(Protocol):
-    """An engine that can leave the learner's card between sampling and publish."""
-
-    async def rest(self) -> None:
-        """Leaves the card until the next publish, if its settings say so."""
 
 
 def limit_for(dtype: str, first_gap: float) -> float:
@@ -91,11 +83,6 @@ class Publisher:
         await hand_over(self._engine, self._learner.weights(), version)
         # Other ranks gather the weights as often as the engine went through them.
         self._team.share(None)
-
-    async def rest(self) -> None:
-        """Lets an engine that can leave the card until the next publish: the learner works."""
-        if isinstance(self._engine, Resting):
-            await self._engine.rest()
 
     def check(self, update: int, gap: float | None) -> dict[str, float]:
         """Returns learn/engine_gap_limit for the update's mean |log-probability of the engine - of

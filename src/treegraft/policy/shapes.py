@@ -152,15 +152,12 @@ class ModelShape:
         logits = 2 * rows * self.vocab_size * width
         floats = 4 * min(3 * rows * self.vocab_size, _ROOMY_FLOATS)
         has_reference = config.loss.kl_coef > 0 and not model.lora.rank
-        state: dict[str, float] = {
+        parts: dict[str, float] = {
             "weights": weights if is_one else frozen / ranks,
             "masters": 4 * trained / ranks if width == 2 or not is_one else 0,
             "gradients": 4 * trained / ranks,
             "AdamW": 8 * trained / ranks,
             "reference": weights / ranks if has_reference else 0,
-        }
-        parts = {} if learn.offload and not is_one else state
-        parts |= {
             "gathered layers": 0 if is_one else 2 * layer * width,
             "activations": (1 + self.MARGIN) * (kept + passing),
             # Gone before the layers' gradients come.

@@ -76,10 +76,6 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._parts
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._parts)
-
     def whole(self, name: str) -> Tensor:
         """Returns a tensor; a KeyError where no file has it."""
         parts = sorted(self._parts[name], key=lambda one: one[0])

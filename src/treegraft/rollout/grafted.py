@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 from treegraft.core.interfaces import Format, Retrieved
 from treegraft.core.types import GraftCause, Origin, StepContent
-
-MIN_CUT_GRAFT = 16
-"""Fewest tokens that the rest of a cut graft must have between its tags to be attached, and that
-the agent must have left after a graft."""
+from treegraft.rollout.limits import MIN_ROOM
 
 
 class Grafted(NamedTuple):
@@ -33,10 +30,10 @@ def grafted(found: Retrieved, format: Format, room: int) -> Grafted | None:
     values = found.values
     token_ids = format.render_graft(values)
     num_whole = len(token_ids)
-    if room - num_whole < MIN_CUT_GRAFT:
+    if room - num_whole < MIN_ROOM:
         # Half of the room, from the left: the end of a result is nearest to its answer, and the
         # agent needs the other half to use it.
-        if room // 2 - len(format.render_graft([])) < MIN_CUT_GRAFT:
+        if room // 2 - len(format.render_graft([])) < MIN_ROOM:
             return None
         token_ids = format.render_graft(values, max_tokens=room // 2)
     first = found.traces[0]

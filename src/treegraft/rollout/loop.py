@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
-    AnswerOpening,
     Engine,
     Explorer,
     Format,
@@ -56,7 +55,7 @@ from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.grafted import grafted
 from treegraft.rollout.limits import MIN_ROOM, Limits
-from treegraft.rollout.restart import StoredSteps, check_retries, find_stored
+from treegraft.rollout.restart import StoredSteps
 from treegraft.rollout.tree import OpenPath, OpenTree
 from treegraft.settings.config import Config
 
@@ -100,9 +99,16 @@ class Grower:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
 
         Raises:
-            SettingError: the explorer begins tool calls and the format cannot.
+            SettingError: the explorer begins calls and answers, and the format cannot.
         """
-        check_retries(explorer, format)
+        if explorer.retries and not isinstance(format, Opening):
+            raise SettingError(
+                f"explore.explorers: {type(explorer).__name__} begins tool calls and answers for"
+                f" the agent, but the format {type(format).__name__} has no methods call_opening"
+                " and answer_opening; expected a format with them, as 'tags' is. Write them, or"
+                " choose another format or explorer.",
+                code="no-opening",
+            )
         self.engine = engine
         self.format = format
         self.toolbox = toolbox
@@ -257,9 +263,11 @@ class _Growth:
 
     async def find_stored(self) -> None:
         """Looks up the stored trajectories of the task."""
-        own = (self._tree, self._sessions, self._g.format, self._g.limits)
-        with self._g.watch.waiting("retrieval"):
-            self.stored = await find_stored(self._g.retriever, *own)
+        grower = self._g
+        self.stored = StoredSteps(self._tree, self._sessions, grower.format, grower.limits)
+        if grower.retriever is not None:
+            with grower.watch.waiting("retrieval"):
+                await self.stored.find(grower.retriever)
 
     def proposal(self, tree: Tree) -> Start | Sequence[Start] | Sequence[Expand | Retry]:
         """Returns what the explorer opens next."""
@@ -339,12 +347,12 @@ class _Growth:
         format = self._g.format
         step = tree.steps_to(retry.step_id)[-1]
         opening = retry.opening
-        if not opening and retry.opens == "answer":
-            assert isinstance(format, AnswerOpening), "checked when the grower was made"
-            opening = format.answer_opening(step.written_ids)
-        elif not opening:
+        if not opening:
             assert isinstance(format, Opening), "checked when the grower was made"
-            opening = format.call_opening(step.written_ids, retry.tool)
+            if retry.opens == "answer":
+                opening = format.answer_opening(step.written_ids)
+            else:
+                opening = format.call_opening(step.written_ids, retry.tool)
         above = self._ends.get(str(step.parent))
         if above is None and step.parent != ROOT_ID:
             return []

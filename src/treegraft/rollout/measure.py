@@ -11,19 +11,15 @@ import numpy as np
 
 from treegraft.core.interfaces import Explorer, Restarting
 from treegraft.core.types import (
-    ROOT_ID,
     BranchCause,
     GraftCause,
     Origin,
-    RetryCause,
     Status,
     Step,
-    StoredCause,
     Trajectory,
     Tree,
 )
 from treegraft.explore.compose import asking
-from treegraft.rollout.copied import copied_metrics
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -66,8 +62,6 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         totals["trajectories"] += len(tree.leaves)
         totals["tokens"] += tree.budget.num_sampled_tokens
         totals["calls"] += tree.budget.num_tool_calls
-        for step in tree.steps[1:]:
-            totals["shown"] += len(step.content.observations)
     metrics = {
         # Of the groups' means, so that a task whose leaves failed counts as much as the others.
         "reward/mean": _mean(means),
@@ -76,7 +70,6 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/num_sampled_tokens": float(totals["tokens"]),
         "rollout/num_tool_calls": float(totals["calls"]),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in own),
-        "rollout/steps_mean": _mean(len(path.steps) - 1 for path in own),
         # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": counts["retrieved"] / max(1, counts["tokens"]),
         "rollout/completed_frac": _ended_frac(own, Status.COMPLETED),
@@ -84,14 +77,9 @@ def rollout_metrics(trees: Sequence[Tree], references: Sequence[Tree] = ()) -> d
         "rollout/violation_frac": _ended_frac(own, Status.FORMAT_VIOLATION),
         "rollout/failed_frac": _ended_frac(own, Status.FAILED),
         "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
-        # What the agent was shown: a stored step's results too, which cost no call here.
-        "rollout/num_shown_calls": float(totals["shown"]),
-        "branch/num_starts": float(counts["starts"]),
         "branch/num_branches": float(counts["branches"]),
     }
     metrics |= _graft_metrics(trees, paths)
-    metrics |= _restart_metrics(paths)
-    metrics |= _retry_metrics(paths)
     # A reward function may say nothing of a trajectory; its mean is over those it judged.
     parts: dict[str, list[float]] = {}
     for leaf in scored:
@@ -110,8 +98,6 @@ def _counted(trees: Sequence[Tree]) -> Counter[str]:
             found["tokens"] += step.num_tokens
             if step.is_graft:
                 found["retrieved"] += step.num_by(Origin.RETRIEVED)
-            if step.depth == 1 and not isinstance(step.cause, StoredCause | RetryCause):
-                found["starts"] += 1
             if isinstance(step.cause, BranchCause):
                 found["branches"] += 1
     return found
@@ -128,7 +114,6 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
                 num_grafts += 1
                 columns["graft/same_task_frac"].append(cause.task_id == tree.task.id)
                 columns["graft/similarity_mean"].append(cause.similarity)
-                columns["graft/cut_frac"].append(cause.num_cut > 0)
                 columns["graft/source_reward_mean"].append(cause.reward)
     if not num_grafts:
         return {}
@@ -142,43 +127,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
     metrics = {"graft/num_grafts": float(num_grafts)}
     for name, values in columns.items():
         metrics[name] = _mean(values)
-    return metrics | copied_metrics(paths)
-
-
-def _restart_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
-    """The restart/* metrics; none where nothing began below stored steps."""
-    # Stored leaves earned their reward elsewhere, so they are no outcome of the policy.
-    stored = [path for path in paths if path.is_stored]
-    below = [path for path in paths if path.start_id != ROOT_ID and not path.is_retry]
-    if not stored and not below:
-        return {}
-    own = [path for path in paths if path.start_id == ROOT_ID and not path.is_stored]
-    metrics = {
-        "restart/num_restarts": float(len(below)),
-        "restart/num_whole": float(len(stored)),
-    }
-    for name, group in (("restart/reward_below", below), ("restart/reward_prompt", own)):
-        if rewards := _rewards(group):
-            metrics[name] = statistics.fmean(rewards)
     return metrics
-
-
-def _retry_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
-    """The retry/* metrics; none where nothing was tried again."""
-    rewards: list[float] = []
-    outcomes: dict[tuple[str, str], set[float]] = {}
-    for path in paths:
-        if path.is_retry and path.reward is not None:
-            rewards.append(path.reward)
-            outcomes.setdefault((path.task.id, path.start_id), set()).add(path.reward)
-    if not rewards:
-        return {}
-    return {
-        "retry/num_retries": float(len(rewards)),
-        "retry/num_places": float(len(outcomes)),
-        "retry/mixed_frac": _mean(len(found) > 1 for found in outcomes.values()),
-        "retry/reward": _mean(rewards),
-    }
 
 
 def _is_hybrid(steps: Sequence[Step]) -> bool:
@@ -187,8 +136,7 @@ def _is_hybrid(steps: Sequence[Step]) -> bool:
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
     """Returns branch/unused_frac and graft/unused_frac, the shares of planned branches and grafts
-    that were never made, graft/num_grafts where that is 0, and rollout/second_stage_frac, the share
-    of trees that grew on after their first leaves were scored; each only where the explorer plans
+    that were never made, and graft/num_grafts where that is 0; each only where the explorer plans
     for it.
 
     Args:
@@ -196,10 +144,9 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     """
     metrics: dict[str, float] = {}
     num_starts = explorer.starts(num_leaves).num
-    if trees and explorer.has_stages:
-        metrics["rollout/second_stage_frac"] = _mean(len(t.leaves) > num_starts for t in trees)
-    elif (
+    if (
         trees
+        and not explorer.has_stages
         and num_starts < num_leaves
         and not explorer.wants_rewards
         and explorer.plans_starts
@@ -271,7 +218,6 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
             metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
             k *= 2
     paths = _paths([*(greedy or ()), *(sampled or ())])
-    metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
     metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
     metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
     rewards: list[float] = []

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from treegraft.core.errors import SettingError, ToolUnavailable
-from treegraft.core.interfaces import AnswerOpening, Explorer, Format, Opening, Retriever
+from treegraft.core.errors import ToolUnavailable
+from treegraft.core.interfaces import Format, Retriever
 from treegraft.core.sessions import Point, Session, Sessions, Untrue
 from treegraft.core.types import (
     Below,
@@ -42,17 +42,6 @@ class _Step:
     """Those of them that its agent wrote."""
 
 
-async def find_stored(
-    retriever: Retriever | None, tree: OpenTree, sessions: Sessions, format: Format, limits: Limits
-) -> StoredSteps:
-    """Returns the stored trajectories of a tree's task; none without a retriever, or where it fails
-    or takes longer than the deadline of a rollout."""
-    found = StoredSteps(tree, sessions, format, limits)
-    if retriever is not None:
-        found.take(await found.in_time(retriever.trajectories(tree.task)) or ())
-    return found
-
-
 class StoredSteps:
     """The stored trajectories of one tree's task."""
 
@@ -64,9 +53,11 @@ class StoredSteps:
         self._limits = limits
         self._usable: list[tuple[Sequence[Trace], list[_Step], Stored]] = []
 
-    def take(self, found: Sequence[Sequence[Trace]]) -> None:
-        """Takes trajectories of the tree's task, whole and in order."""
-        for traces in found:
+    async def find(self, retriever: Retriever) -> None:
+        """Looks up the trajectories; there are none if that fails or takes longer than the deadline
+        of a rollout."""
+        found = await self.in_time(retriever.trajectories(self._tree.task))
+        for traces in found or ():
             own = list(self._rendered([trace.value for trace in traces]))
             self._usable.append((traces, own, self._size(traces, own)))
 
@@ -234,18 +225,3 @@ class StoredSteps:
             temperature = self._limits.temperature
             tree.add_stored(path, step.token_ids, step.content, cause, lesson, temperature)
         return path
-
-
-def check_retries(explorer: Explorer, format: Format) -> None:
-    """Raises SettingError where the explorer begins tool calls or answers and the format cannot."""
-    for is_needed, kind, what, method in (
-        (explorer.retries, Opening, "tool calls", "call_opening"),
-        (explorer.begins_answers, AnswerOpening, "answers", "answer_opening"),
-    ):
-        if is_needed and not isinstance(format, kind):
-            raise SettingError(
-                f"explore.explorers: {type(explorer).__name__} begins {what} for the agent, but the"
-                f" format {type(format).__name__} has no method {method}; expected a format with"
-                " one, as 'tags' is. Write it, or choose another format or explorer.",
-                code="no-opening",
-            )

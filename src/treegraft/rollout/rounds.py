@@ -22,7 +22,6 @@ class Trees(list[Tree]):
         dropped: Sequence[Tree] = (),
         references: Sequence[Tree] = (),
         num_drawn: int = 0,
-        num_rounds: int = 1,
     ) -> None:
         """Args:
         kept: those to learn from.
@@ -30,13 +29,11 @@ class Trees(list[Tree]):
             they are recorded and counted like the rest.
         references: those that only tell the sampler of tasks how hard tasks are.
         num_drawn: tasks drawn for them.
-        num_rounds: rounds of sampling.
         """
         super().__init__(kept)
         self.dropped = list(dropped)
         self.references = list(references)
         self.num_drawn = num_drawn
-        self.num_rounds = num_rounds
 
     @property
     def sampled(self) -> list[Tree]:
@@ -50,13 +47,10 @@ class Trees(list[Tree]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """rollout/num_rounds and rollout/num_dropped_groups."""
-        if not self.num_drawn:  # the caller chose the tasks
+        """rollout/num_dropped_groups, if the sampler chose the tasks."""
+        if not self.num_drawn:
             return {}
-        return {
-            "rollout/num_rounds": float(self.num_rounds),
-            "rollout/num_dropped_groups": float(len(self.dropped)),
-        }
+        return {"rollout/num_dropped_groups": float(len(self.dropped))}
 
     def changed(self, kept: Iterable[Tree], dropped: Sequence[Tree] | None = None) -> Trees:
         """Returns the same with other trees to learn from; None: the same dropped ones."""
@@ -65,7 +59,6 @@ class Trees(list[Tree]):
             dropped=self.dropped if dropped is None else dropped,
             references=self.references,
             num_drawn=self.num_drawn,
-            num_rounds=self.num_rounds,
         )
 
     @classmethod
@@ -97,22 +90,21 @@ async def sample_rounds(
     """
     kept: list[Tree] = []
     every: list[Tree] = []
-    num_drawn = num_rounds = 0
-    while num_rounds < max_rounds and len(kept) < size:
+    num_drawn = 0
+    while num_drawn < max_rounds * size and len(kept) < size:
         tasks = draw(num_drawn, {tree.task.id for tree in every})
-        if not tasks and num_rounds:  # every task of a small set has been drawn
+        if not tasks and num_drawn:  # every task of a small set has been drawn
             break
         trees = await grow(tasks)
         every += trees
         # By the number wanted, not found, so that a resume draws the same tasks.
         num_drawn += size
-        num_rounds += 1
         wanted = [tree for tree in trees if max_rounds == 1 or rewards_vary(tree, penalty=penalty)]
         kept += wanted[: size - len(kept)]
     kept = kept or every[:size]
     names = {tree.group_id for tree in kept}
     dropped = [tree for tree in every if tree.group_id not in names]
-    return Trees(kept, dropped=dropped, num_drawn=num_drawn, num_rounds=num_rounds)
+    return Trees(kept, dropped=dropped, num_drawn=num_drawn)
 
 
 async def sample_update(

@@ -180,7 +180,6 @@ _CHECKS: Mapping[str, Check] = {
     "branch_unused": _unused_from("branch/unused_frac"),
     "graft_unused": _unused_from("graft/unused_frac"),
     "graft_untrue": _mean_from("environment/untrue_graft_frac"),
-    "answer_copied": _from("graft/copied_frac"),
     "held_out_differs": _held_out_differs,
     "engine_drift": _engine_drift,
     "tool_broken": _tool_broken,

@@ -64,7 +64,6 @@ def _together(config: Settings) -> str:
 
 
 _stored = Condition("warmup.traces", lambda traces: traces != "expert")
-_several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -145,8 +144,6 @@ class VllmSettings(Settings):
     servers: list[str] = setting([], acts="sends", same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
     options that docs/serving.md names; empty starts servers of this run's own."""
-    num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
-    """Servers to start, one process group each."""
     python: str | None = setting(
         None, acts="runs", idle_unless=(_starts_servers,), same_answers=True
     )
@@ -155,16 +152,12 @@ class VllmSettings(Settings):
     server_args: list[str] = setting([], acts="runs", idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
     gpus: list[str] = setting([], acts="nothing", idle_unless=(_starts_servers,), same_answers=True)
-    """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
-    visible GPU, from the first again where there are fewer."""
+    """The servers to start, each by its CUDA_VISIBLE_DEVICES: ["1", "2,3"] starts one on a GPU and
+    one on two; an empty text leaves the variable as it is. Without entries one server starts."""
     entropies: Literal["top_k", "measured"] = setting("top_k")
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
     has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports
     exact entropies; it was never run on one."""
-    # Off: waking costs seconds in each update.
-    sleep: bool = setting(False, same_answers=True)
-    """Weights and cached keys of servers leave their GPUs from sampling to the next publish, so
-    that the learner has the room; for servers of this run's own, on GPUs."""
 
     @property
     def gpus_each(self) -> int:
@@ -196,12 +189,6 @@ class EngineSettings(Settings):
     """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, acts="imports", idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
-
-    @property
-    def shares_card(self) -> bool:
-        """Whether servers of this run's own may lie on the GPUs that learn."""
-        vllm = self.vllm
-        return self.kind == "vllm" and (vllm.sleep or not (vllm.servers or vllm.gpus))
 
 
 class CreditSettings(Settings):
@@ -338,9 +325,6 @@ class LearnSettings(Settings):
     """Processes that learn together, each with its share of weights, gradients and moments. A
     number starts so many on this machine, or is checked against those that torchrun has started;
     "auto" means these (one without torchrun)."""
-    offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
-    """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
-    weights come to the GPU for its pass alone."""
 
 
 class WarmupSettings(Settings):

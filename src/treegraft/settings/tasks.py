@@ -121,9 +121,9 @@ class FormatSettings(Settings):
     require_boxed: bool = setting(True, default_of=_boxes_in_tags)
     """An answer without \\boxed{} is a format violation; by default in tags only, where `answer`
     looks for the box."""
-    answer: Literal["auto", "boxed", "last_number", "last_line", "whole", "regex"] = "auto"
+    answer: Literal["auto", "boxed", "last_number", "whole", "regex"] = "auto"
     """The part of the final text that is the answer: "boxed" the last \\boxed{}, "last_number",
-    "last_line", "whole" all of it, "regex" the last match of `answer_pattern`. "auto" is the last
+    "whole" all of it, "regex" the last match of `answer_pattern`. "auto" is the last
     \\boxed{}, without one the whole text; in chat, where a reference is a number, the last number
     of that text."""
     answer_pattern: str | None = setting(

@@ -30,10 +30,6 @@ def _quarter_of_the_leaves(config: Any) -> int:
     return max(1, int(value_of(config, "explore.num_leaves")) // 4)
 
 
-def _marks_answers(config: Any) -> bool:
-    return bool(value_of(config, "format.kind") != "chat")
-
-
 class CommitSettings(Settings):
     """Calls in place of answers where every rollout failed, round after round."""
 
@@ -47,9 +43,8 @@ class CommitSettings(Settings):
     thought; "anew", the step's beginning without its thought, up to the first token in which the
     tree's own steps of the other kind differ from it, where there is such a step. For agents that
     decide in their thoughts."""
-    answers: bool = setting(True, default_of=_marks_answers)
-    """Whether answers are begun in place of calls, too, where no rollout has answered; the format
-    "chat" has no mark that begins one."""
+    answers: bool = True
+    """Whether answers are begun in place of calls, too, where no rollout has answered."""
 
 
 class CommitBranching(Independent):
@@ -77,7 +72,6 @@ class CommitBranching(Independent):
 
     def __init__(self, settings: CommitSettings) -> None:
         self._settings = settings
-        self.begins_answers = settings.answers
 
     def starts(self, max_leaves: int) -> Start:
         """Returns the first-level rollouts, or as many as there are leaves."""

@@ -293,7 +293,7 @@ def alone(config: Config) -> Config:
     vllm = config.engine.vllm
     gpus = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
     own = [",".join(gpus[n : n + vllm.gpus_each]) for n in range(0, len(gpus), vllm.gpus_each)]
-    vllm = vllm.model_copy(update={"num_servers": max(1, len(own)), "gpus": own})
+    vllm = vllm.model_copy(update={"gpus": own})
     engine = config.engine.model_copy(update={"vllm": vllm})
     return config.model_copy(update={"engine": engine})
 

@@ -106,7 +106,7 @@ class NativeEngine:
             EngineError: an empty or over-long prefix, or the engine has died.
             DeadlineExceeded: no completion within engine.deadline_s.
         """
-        self._check(request)
+        completion_limit(request, self.max_context)
         release_threads()
         loop = asyncio.get_running_loop()
         on_probe = request.on_probe and functools.partial(post, loop, request.on_probe)
@@ -180,15 +180,6 @@ class NativeEngine:
         if self._is_over.is_set():
             self._dismiss()
 
-    def _check(self, request: Request) -> None:
-        if self.death is not None:
-            raise EngineError(
-                f"engine: its thread has died: {self.death!r}", code="engine-died"
-            ) from self.death
-        if not self._thread.is_alive():
-            raise EngineError("engine: it has been closed", code="engine-closed")
-        completion_limit(request, self.max_context)
-
     # ------------------------------------------------------------------ the thread
 
     def _main(self) -> None:
@@ -204,12 +195,9 @@ class NativeEngine:
 
     def _dismiss(self) -> None:
         """Fails everything that waits on this thread."""
-        reason = EngineError(
-            f"engine: its thread has died: {self.death!r}"
-            if self.death
-            else "engine: closed while the request was under way",
-            code="engine-died",
-        )
+        reason = EngineError("engine: it has been closed", code="engine-closed")
+        if self.death is not None:
+            reason = EngineError(f"engine: its thread has died: {self.death!r}", code="engine-died")
         # All of them: a request without an answer would wait for its whole deadline.
         left: list[LiveRequest | Order | None] = [*self._running, *self._waiting, *self._orders]
         # Not by `empty`: another caller may take the last item between the look and the taking.

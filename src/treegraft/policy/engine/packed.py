@@ -1,5 +1,4 @@
-"""Linear layers on a CPU with a second copy of their weights, laid out for our products or for the
-matrix library's.
+"""Linear layers on a CPU with a second copy of their weights, laid out for our products.
 
 In bfloat16 a plain product lays its weights out anew at every call, which at 16 rows takes longer
 than the product itself.
@@ -8,24 +7,13 @@ than the product itself.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from treegraft.policy.kernels.engine import Kernels
-from treegraft.policy.output_head import first_line
-
-_log = logging.getLogger(__name__)
-
-ROWS = 64
-"""Rows that the layout is made for; products of 16 to 512 rows gain from it too."""
-_TOLERANCE = 0.05
-"""Largest difference of a product from a plain one, over the largest value: bfloat16 has 8 bits,
-and sums run in another order."""
 
 
 class Product(Protocol):
@@ -74,25 +62,6 @@ class LaidOutLinears:
         )
 
 
-class PackedLinears:
-    """One product of the matrix library in the place of several."""
-
-    def __init__(self, *linears: nn.Linear) -> None:
-        self._linears = linears
-        self.refresh()
-
-    def refresh(self) -> None:
-        with torch.inference_mode():
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(_weights(self._linears), ROWS)
-            self._bias = _biases(self._linears)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._weight, self._bias, "none", [], ""
-        )
-        return result
-
-
 def _weights(linears: Sequence[nn.Linear]) -> Tensor:
     weights = [linear.weight.detach() for linear in linears]
     # A single one is copied by the new layout anyway.
@@ -111,12 +80,11 @@ def _biases(linears: Sequence[Any]) -> Tensor | None:
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
-    """Returns the function that lays a linear layer's weights out in the way that is fastest here;
-    `SeparateLinears` where no layout is faster."""
-    # Ours before the library's: of them alone is it known that a row's bits are its own.
+    """Returns the function that lays a linear layer's weights out for our products;
+    `SeparateLinears` if these do not fit."""
     if kernels is not None and kernels.product_step and _fits(model, kernels.product_step):
         return functools.partial(LaidOutLinears, kernels)
-    return PackedLinears if packs(model) else SeparateLinears
+    return SeparateLinears
 
 
 def _fits(model: nn.Module, step: int) -> bool:
@@ -124,20 +92,6 @@ def _fits(model: nn.Module, step: int) -> bool:
         if type(module) is nn.Linear and module.in_features % step:
             return False
     return True
-
-
-def packs(model: Any) -> bool:
-    """Returns whether the matrix library gains from another layout of the model's weights, and this
-    torch can make it."""
-    if model.dtype != torch.bfloat16 or model.device.type != "cpu":
-        return False
-    problem = _problem()
-    if problem:
-        _log.warning(
-            "engine: weights are not laid out for the matrix kernels, so products are slower: %s",
-            problem,
-        )
-    return not problem
 
 
 def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> list[Product]:
@@ -152,25 +106,3 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
             linear.forward = product  # type: ignore[assignment]
             taken.append(product)
     return taken
-
-
-@functools.cache
-@torch.inference_mode()
-def _problem() -> str | None:
-    """Why the private operators that this rests on cannot be used, found by a small product; None
-    where they can."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 64, generator=generator, dtype=torch.float32).bfloat16()
-    rows = torch.randn(20, 64, generator=generator, dtype=torch.float32).bfloat16()
-    bias = torch.randn(96, generator=generator, dtype=torch.float32).bfloat16()
-    plain = functional.linear(rows, weight, bias).float()
-    # Private, so another torch may have none or others under these names: tried, not assumed.
-    try:
-        laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        return first_line(error)
-    gap = float((ours[0].float() - plain).abs().max() / plain.abs().max())
-    if gap <= _TOLERANCE:
-        return None
-    return f"a product differs from a plain one by {gap:.3g} of its largest value"

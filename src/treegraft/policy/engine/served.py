@@ -70,7 +70,7 @@ def completion_limit(request: Request, max_context: int | None) -> int:
         max_context: the longest path in tokens, prompt included; None for no limit.
 
     Raises:
-        EngineError: an empty or over-long prefix, or a request for no token.
+        EngineError: an empty or over-long prefix.
     """
     prefix_ids = request.prefix_ids
     sampling = request.sampling
@@ -78,11 +78,6 @@ def completion_limit(request: Request, max_context: int | None) -> int:
         raise EngineError(
             "engine: the prefix is empty; at least one token is needed to continue from",
             code="prefix-empty",
-        )
-    if sampling.max_new_tokens < 1:
-        raise EngineError(
-            f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed",
-            code="no-new-tokens",
         )
     if max_context is None:
         return sampling.max_new_tokens

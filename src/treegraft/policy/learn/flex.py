@@ -191,9 +191,8 @@ def compiled_flex() -> Flex:
 def prove_flex(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Tries FlexAttention at the heads that a model's configuration names: before the
     optimiser and activations take its memory, and before any work is done."""
-    window, softcap = (
-        getattr(config, name, None) for name in ("sliding_window", "attn_logit_softcapping")
-    )
+    window = getattr(config, "sliding_window", None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
     heads = layer_heads(config)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(heads)
     for (kv_heads, width), kind in dict.fromkeys(zip(heads, kinds, strict=True)):

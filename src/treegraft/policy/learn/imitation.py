@@ -21,7 +21,9 @@ def imitation_packs(trees: Sequence[Tree], max_tokens: int) -> list[list[Tree]]:
     prompts = [tree.root.token_ids.tolist() for tree in trees]
     # Short of their last token, so that each path keeps a prompt of its own.
     limit = min(map(len, prompts)) - 1
-    shared = next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
+    shared = 0
+    while shared < limit and len({prompt[shared] for prompt in prompts}) == 1:
+        shared += 1
     if shared < MIN_SHARED:
         # A short beginning costs less than the further nodes of a joined tree.
         shared = 0

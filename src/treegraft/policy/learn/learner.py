@@ -83,7 +83,6 @@ class Learner:
         length_constant: int,
         num_updates: int = 0,
         team: Team | None = None,
-        shares_card: bool = False,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
@@ -93,8 +92,6 @@ class Learner:
             num_updates: those of the whole run, for a schedule of the learning rate.
             team: the processes that learn together, each of which makes the same calls with the
                 same trees; None for this one alone.
-            shares_card: another process may want what passes used of a GPU, so it is freed after
-                each update.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -118,7 +115,6 @@ class Learner:
                 code="grafts-not-packed",
             )
         self._team = team or Alone()
-        self._shares_card = shares_card
         self._scoring = self._placed(ScoringModel(model, is_packed=is_packed))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
@@ -255,7 +251,6 @@ class Learner:
         """Adds the gradient of an optimiser step's lessons."""
 
         def loss_of(batch: TreeBatch, logprobs: Tensor) -> Tensor:
-            sums.add("lesson/logprob", logprobs.detach()[batch.tokens[batch.carries_loss]])
             return lessons_loss(batch, logprobs, self._loss.lesson_coef, len(lessons))
 
         if weighty := [lesson for lesson in lessons if weight_of(lesson)]:
@@ -275,7 +270,7 @@ class Learner:
         """
         self.optimiser.spent = spent
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
-        passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
+        passes = [part for part in minibatches if part] * self.settings.num_epochs
         taught = shared_out(lessons, minibatches)
         takes_imitated = self._loss.graft_coef > 0
         is_learned = list(map(self._is_learned, trees))
@@ -303,14 +298,14 @@ class Learner:
                     sums.add_sizes(pack.batch)
         sums = combined(self._team, sums.state(), MetricSums.of)
         # A minibatch of skipped groups alone moves no weight.
-        num_steps = sum(any(map(weight_of, taught[part])) or bool(learned[part]) for part in passes)
+        num_steps = 0
+        for part in passes:
+            num_steps += any(map(weight_of, taught[part])) or bool(learned[part])
         metrics = sums.metrics(num_steps, takes_imitated=takes_imitated)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
             self._write_back(plan, packs[part], written)
-        if self._shares_card:
-            torch.cuda.empty_cache()
         recorded = list(trees)
         for n, tree in enumerate(trees):
             if is_learned[n]:
@@ -431,7 +426,7 @@ class Learner:
         """The pack's share of the optimiser step's loss, with its gradient."""
         own = self._loss_batch(batch, denominators)
         terms = loss_terms(own, scores, self._form)
-        sums.add_terms(terms, own.advantages)
+        sums.add_terms(terms)
         # Over unique tokens, each once: it compares two implementations, not trajectories. Where
         # the engine's own are the old ones, the learner's are those of the first step that has
         # gradients: its weights still are the engine's.
@@ -448,8 +443,9 @@ class Learner:
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens = batch.tokens[rows]
         owners = batch.trajectories[rows]
-        fracs = [path.leaf.retrieved_frac for path in batch.paths]
-        shaping = [shaping_factor(frac, self._loss.shaping_weight) for frac in fracs]
+        shaping = []
+        for path in batch.paths:
+            shaping.append(shaping_factor(path.leaf.retrieved_frac, self._loss.shaping_weight))
         return LossBatch(
             tokens=tokens,
             owners=owners,

@@ -89,9 +89,8 @@ class LessonBook:
             value: after the update before.
         """
         means = _own_means(trees)
-        total, count = (DECAY * part for part in value)
-        total = total + sum(means.values())
-        count = count + len(means)
+        total = DECAY * value[0] + sum(means.values())
+        count = DECAY * value[1] + len(means)
         own = [tree.task.id for tree in trees if tree.task.id in self._stored]
         # Once each: after the first epoch every task comes again.
         known = dict.fromkeys(earlier)

@@ -33,20 +33,12 @@ class MetricSums:
         self._sums[key] = self._sums.get(key, 0.0) + values.sum(dtype=torch.float64)
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 
-    def add_terms(self, terms: Mapping[str, Tensor], advantages: Tensor) -> None:
-        """Adds what `algo.loss.loss_terms` found in a pass.
-
-        Args:
-            advantages: [C] of its contributions.
-        """
+    def add_terms(self, terms: Mapping[str, Tensor]) -> None:
+        """Adds what `algo.loss.loss_terms` found in a pass."""
         if "is_capped" in terms:
             self.add("learn/engine_capped_frac", terms["is_capped"].float())
         if "kl" in terms:
             self.add("learn/kl", terms["kl"].detach())
-        # Of the contributions that push at all: those of 0 would make any share look small.
-        pushes = advantages[advantages != 0]
-        if pushes.numel():
-            self.add("learn/positive_frac", (pushes > 0).float())
         self.add("learn/clip_frac", terms["is_clipped"].float())
         self.add("learn/entropy", terms["entropy"].detach())
         ratios = terms["ratios"]

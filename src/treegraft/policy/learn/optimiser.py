@@ -94,11 +94,6 @@ class MasterAdamW:
         """Share of the run's limit of calls or tokens: a schedule is at least as far."""
         self.last_lr = 0.0
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients that the next step takes, by the weights' names."""
-        pairs = zip(self._names, self._masters, strict=True)
-        return {name: master.grad for name, master in pairs if master.grad is not None}
-
     def step(self, lr: float | None = None, weight_decay: float | None = None) -> float:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves. Where the norm is not finite the step is skipped, and the schedule counts it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,5 +135,10 @@ def combined(team: Team, value: Any, combine: Callable[[list[Any]], Any]) -> Any
 def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
     """Returns 0..count-1 cut into `parts` runs whose lengths differ by at most one; short of items,
     some are empty."""
-    bounds = [count * n // parts for n in range(parts + 1)]
-    return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+    found = []
+    start = 0
+    for n in range(1, parts + 1):
+        end = count * n // parts
+        found.append(tuple(range(start, end)))
+        start = end
+    return found

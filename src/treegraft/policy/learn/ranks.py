@@ -154,7 +154,9 @@ class Ranks:
         )
         self._store.set(f"hello/{self.rank}", json.dumps(asdict(hello)))
         # All of them on each rank, so that each can name the one that ends.
-        hellos = [Hello(**json.loads(self._awaited(f"hello/{n}", n))) for n in range(self.size)]
+        hellos = []
+        for n in range(self.size):
+            hellos.append(Hello(**json.loads(self._awaited(f"hello/{n}", n))))
         if self.rank == 0:
             problem = _difference(config, hellos)
             self._store.set("verdict", problem)
@@ -163,7 +165,11 @@ class Ranks:
         elif self._awaited("verdict", 0):
             # Rank 0 says why.
             raise SystemExit(2)
-        return [Peer(n, hello, self._store) for n, hello in enumerate(hellos) if n != self.rank]
+        peers = []
+        for n, hello in enumerate(hellos):
+            if n != self.rank:
+                peers.append(Peer(n, hello, self._store))
+        return peers
 
     def _awaited(self, key: str, rank: int) -> str:
         while self._started and rank and not self._store.check([key]):
@@ -367,7 +373,9 @@ def deaf_to_ends() -> Iterator[None]:
     """Ignores the signals that ask for an end, for the time of the block: rank 0 gets them too,
     saves with the others' help, and then ends them."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {}
+    for number in numbers:
+        before[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -78,8 +78,8 @@ def chunked_scores(
             parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
         else:
             parts.append(_scores(head, rows, wanted, scale))
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs, entropies
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _scores(head: OutputHead, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
@@ -211,8 +211,10 @@ def packing_problem(model: nn.Module) -> str | None:
     columns |= {"token_ids": ids, "position_ids": positions}
     batch = TreeBatch(**columns, trees=(tree,), paths=())
     plan = PackedPlan(batch)
-    one, two = (decoder(model)(input_ids=ids[path][None], use_cache=False) for path in paths)
-    plain = torch.cat([one.last_hidden_state, two.last_hidden_state])
+    states = []
+    for path in paths:
+        states.append(decoder(model)(input_ids=ids[path][None], use_cache=False).last_hidden_state)
+    plain = torch.cat(states)
     try:
         with tree_attention(model):
             packed = _states(model, plan)

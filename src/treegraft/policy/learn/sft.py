@@ -137,9 +137,11 @@ class Demonstrations:
         epoch, place = divmod(position, len(self._stored))
         if epoch not in self._orders:
             # By key alone, so that a resumed warm-up draws the same ones.
-            keys = [(keyed_int(self._seed, "trace", epoch, n), n) for n in range(len(self._stored))]
+            order = sorted(
+                range(len(self._stored)), key=lambda n: keyed_int(self._seed, "trace", epoch, n)
+            )
             # Places come in order, so the pass before is no longer needed.
-            self._orders = {epoch: [n for _, n in sorted(keys)]}
+            self._orders = {epoch: order}
         return self._orders[epoch][place]
 
     def _demonstrate(
@@ -253,8 +255,12 @@ def _decision_token(format: Format, steps: Sequence[StepContent], index: int) ->
     else:
         before = next((step for step in steps[:index] if step.calls), content)
         other = StepContent(thought=before.thought, calls=before.calls)
-    ours, theirs = (format.render_step(step)[0][0] for step in (content, other))
-    return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    ours, _ = format.render_step(content)[0]
+    theirs, _ = format.render_step(other)[0]
+    for n, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return n
+    return None
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -198,13 +196,11 @@ class ShardedLearner(Learner):
             length_constant=config.rollout.max_completion_tokens,
             num_updates=config.run.num_updates,
             team=ranks,
-            shares_card=config.engine.shares_card,
         )
         # Its memory is free now that each rank has its rows.
         self._source = None
 
     def _placed(self, scoring: ScoringModel) -> ScoringModel:
-        learn = self._config.learn
         ranks = self.ranks
         if ranks.device.type == "cuda":
             config = base_model(scoring.model).config.get_text_config()
@@ -218,9 +214,6 @@ class ShardedLearner(Learner):
                 param_dtype=self._dtype if is_low else None,
                 reduce_dtype=torch.float32 if is_low else None,
             ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-            if learn.offload
-            else OffloadPolicy(),
         }
         lists = (
             part for part in decoder(scoring.model).children() if isinstance(part, nn.ModuleList)
@@ -234,7 +227,7 @@ class ShardedLearner(Learner):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         # The shards' memory; tied weights come apart there and are tied again.
-        scoring.to_empty(device="cpu" if learn.offload else ranks.device)
+        scoring.to_empty(device=ranks.device)
         base_model(scoring.model).tie_weights()
         self._fill(scoring.model)
         return scoring

@@ -44,9 +44,6 @@ class AnswerRule:
         match self.kind:
             case "last_number":
                 return last_number(text)
-            case "last_line":
-                lines = [line.strip() for line in text.splitlines() if line.strip()]
-                return lines[-1] if lines else None
             case "regex":
                 found = list(re.finditer(self.pattern, text))
                 groups = [one for one in found[-1].groups() if one is not None] if found else []

@@ -44,7 +44,6 @@ RETRIEVE = ("<retrieve>", "</retrieve>")
 # Results within a graft: the template's own marks may be whole turns, which would end the agent's.
 SHOWN_RESULT = ("<result>", "</result>")
 _DECODER = json.JSONDecoder()
-_UP_TO_NAME = re.compile(r'\s*\{\s*("name"\s*:\s*")?')
 
 
 class ChatFormat(MarkedFormat):
@@ -235,29 +234,6 @@ class ChatFormat(MarkedFormat):
             return ToolCall(name, clean(text, keep_controls=True))
         problem = f'{name} takes {{"{text_parameter}": "..."}}, one text and nothing else'
         return ToolCall(name, _json(arguments), problem)
-
-    def call_opening(self, token_ids: Sequence[int], tool: str | None) -> tuple[int, ...]:
-        """Returns the thought of a turn and the mark of a call, or where calls have none, their
-        JSON up to the tool's name. The tool is the policy's to choose, whatever `tool` says.
-
-        A thought is text in think tags, or all text before a call; text before an answer goes.
-        """
-        ids, _ = self._before_end(token_ids)
-        text = self._decode(ids)
-        dialect = self._dialect
-        thought, body, _ = _split_thought((THINK_OPENING if dialect.opens_thought else "") + text)
-        is_tagged = thought is not None and dialect.tags_thoughts
-        turn = self._template.turn("a" if is_tagged else "", [(next(iter(self._signatures)), {})])
-        call = turn.rpartition(THINK_CLOSING)[2] if thought is not None else turn
-        kept = text[: len(text) - len(body)]
-        if not dialect.opening:
-            found = _UP_TO_NAME.match(call)
-            return self._continued(ids, kept, call if found is None else found[0])
-        start = call.index(dialect.opening)
-        end = call.index("{", start + len(dialect.opening))
-        if dialect.opening in body:
-            return self._continued(ids, kept + body[: body.index(dialect.opening)], call[start:end])
-        return self._continued(ids, kept, call[:end])
 
     # Results, foreign steps, and steps as the agent would have written them
 

@@ -117,7 +117,8 @@ class ChatTemplate:
         except TemplateRefusal:
             raise
         except ValueError as error:
-            raise _refusal(f"it refuses a conversation with tool calls: {error}") from error
+            kind = "a conversation with tool calls" if self.schemas else "a conversation"
+            raise _refusal(f"it refuses {kind}: {error}") from error
 
     # Rendering
 
@@ -192,10 +193,7 @@ class ChatTemplate:
     # Finding out
 
     def _learn(self) -> None:
-        try:
-            prompt = self._asked(self._start("?"), opens=True)
-        except ValueError as error:
-            raise _refusal(f"it cannot write a prompt: {error}") from error
+        prompt = self._asked(self._start("?"), opens=True)
         if prompt.rstrip().endswith(THINK_OPENING):
             self.dialect = replace(self.dialect, opens_thought=True, tags_thoughts=True)
         path = self._start("?")
@@ -215,11 +213,8 @@ class ChatTemplate:
                     f"it does not show the agent its tools ('{name}' is not in the prompt)"
                 )
         self._dummy = self._agent(_THOUGHT, [_PROBE])
-        try:
-            last = self._asked([*start, self._dummy])
-            earlier = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
-        except ValueError as error:
-            raise _refusal(f"it has no place for tool calls and results: {error}") from error
+        last = self._asked([*start, self._dummy])
+        earlier = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
         if _THOUGHT in last and _THOUGHT not in earlier:
             raise _refusal(
                 "it drops the thoughts of earlier turns, so the agent's own text would not stay"
@@ -332,11 +327,8 @@ class ChatTemplate:
 
     def _check_answer(self, path: list[Message]) -> None:
         """Checks that the answer is appended; the format reads it back besides."""
-        try:
-            prompt = self._asked(path, opens=True)
-            whole = self._asked([*path, self._agent(_THOUGHT, (), "zqanswer")])
-        except ValueError as error:
-            raise _refusal(f"it cannot write an answer: {error}") from error
+        prompt = self._asked(path, opens=True)
+        whole = self._asked([*path, self._agent(_THOUGHT, (), "zqanswer")])
         if not _squeezed(whole).startswith(_squeezed(prompt)):
             raise _refusal("it writes earlier turns differently once the answer follows")
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import torch
-from safetensors import SafetensorError
 
 import treegraft
-from treegraft.core.addresses import expanded, redacted
-from treegraft.core.errors import ModelError, SettingError
-from treegraft.core.files import storage_fault
-from treegraft.core.interfaces import Tokenizer
+from treegraft.core.addresses import expanded
+from treegraft.core.errors import SettingError
 from treegraft.core.locate import locate
+from treegraft.policy.checkpoint import write_model
 from treegraft.policy.engine.vllm.checks import identity_of_model
 from treegraft.policy.engine.vllm.engine import VllmEngine
 from treegraft.policy.engine.vllm.replies import PLUGIN, TESTED
@@ -29,7 +25,7 @@ from treegraft.policy.engine.vllm.server import Process, Server
 from treegraft.policy.load import ALLOCATOR, DTYPES
 from treegraft.policy.output_head import base_model, end_token_ids, max_context
 from treegraft.policy.shapes import PREFIX
-from treegraft.policy.weights import ModelWeights, plain_weights
+from treegraft.policy.weights import ModelWeights, named_weights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.policy import VllmSettings
 
@@ -43,9 +39,7 @@ _OF_TORCHRUN = re.compile(
 """Variables by which a server would join the learner's ranks instead of its own processes."""
 
 
-def build_engine(
-    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
-) -> VllmEngine:
+def build_engine(config: Config, model: Any, tokenizer: Any, model_path: Path | str) -> VllmEngine:
     """Returns the engine; nothing is started yet.
 
     Args:
@@ -53,12 +47,12 @@ def build_engine(
         model_path: where model and tokenizer come from.
 
     Raises:
-        SettingError: an address that is none, no Python with vLLM, no place for weights, servers
-            that cannot sleep.
+        SettingError: no Python for servers, or no place for weights.
     """
     settings = config.engine.vllm
-    _check_sleep(settings)
-    urls = [_address(expanded(url, "engine.vllm.servers")) for url in settings.servers]
+    urls = []
+    for url in settings.servers:
+        urls.append(expanded(url, "engine.vllm.servers").rstrip("/").removesuffix("/v1"))
     python = None if urls else find_python(settings)
     runs = Path(config.run.dir).expanduser().absolute()
     runs.mkdir(parents=True, exist_ok=True)
@@ -73,7 +67,9 @@ def build_engine(
         else:
             place = str(model_path)
             if needs_weights(config, model_path):
-                place = str(_saved(model, tokenizer, work / "model"))
+                place = str(work / "model")
+                write_model(Path(place), model, named_weights(model))
+                tokenizer.save_pretrained(place)
             # Not in `work`: the path of a socket has at most 107 characters.
             folders.append(Path(tempfile.mkdtemp(prefix="treegraft-")))
             http, servers = _own_servers(config, python, place, folders)
@@ -99,16 +95,6 @@ def build_engine(
         folders=folders,
         initial=None if python else ModelWeights(plain_weights(model)),
     )
-
-
-def _check_sleep(settings: VllmSettings) -> None:
-    if settings.sleep and (settings.servers or not torch.cuda.is_available()):
-        why = "engine.vllm.servers are not ours" if settings.servers else "there is no GPU"
-        raise SettingError(
-            f"engine.vllm.sleep: got true, but {why}; expected servers of this run's own that share"
-            " a GPU with the learner. Leave it out.",
-            code="nothing-to-leave",
-        )
 
 
 def client(sockets: Mapping[str, Path]) -> httpx.AsyncClient:
@@ -140,60 +126,23 @@ def find_python(settings: VllmSettings) -> str:
     """Returns the Python that starts servers.
 
     Raises:
-        SettingError: there is none, or its environment has no vLLM or an older one.
+        SettingError: there is none.
     """
-    how = "Run `make vllm-env` in a clone of Treegraft, or name the Python of another environment"
     if settings.python is None:
         # The working directory, and the clone that this package is run from.
-        places = (Path.cwd(), Path(__file__).parents[5])
-        for place in places:
-            python = place / ".vllm-env/bin/python"
-            if python.exists():
-                break
-        else:
-            raise SettingError(
-                "engine.vllm.python is not set, and there is no .vllm-env/bin/python in"
-                f" {' or '.join(map(str, places))}; expected the Python of an environment with"
-                f" vLLM. {how} as engine.vllm.python.",
-                code="vllm-python-missing",
-            )
+        roots = (Path.cwd(), Path(__file__).parents[5])
+        places = [root / ".vllm-env/bin/python" for root in roots]
     else:
-        python = Path(settings.python).expanduser().absolute()
-    ask = "import importlib.metadata as m; print(m.version('vllm'))"
-    try:
-        done = subprocess.run(
-            [str(python), "-c", ask], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SettingError(
-            f"engine.vllm.python: '{python}' does not run ({error}); expected the Python of an"
-            f" environment with vLLM. {how}.",
-            code="vllm-python-broken",
-        ) from error
-    version = "" if done.returncode else done.stdout.strip()
-    numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
-    if numbers < [int(part) for part in TESTED.split(".")]:
-        raise SettingError(
-            f"engine.vllm.python: the environment of '{python}' has vLLM {version or '(none)'};"
-            f" expected {TESTED} or later. {how}.",
-            code="vllm-missing",
-        )
-    return str(python)
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise SettingError(
-            f"engine.vllm.servers: '{redacted(url)}' is not the address of a server; expected one"
-            " such as http://127.0.0.1:8000",
-            code="vllm-address-invalid",
-        )
-    return url.rstrip("/").removesuffix("/v1")
+        places = [Path(settings.python).expanduser().absolute()]
+    for place in places:
+        if place.exists():
+            return str(place)
+    raise SettingError(
+        f"engine.vllm.python: there is no {' or '.join(map(str, places))}; expected the Python of"
+        f" an environment with vLLM {TESTED} or later. Run `make vllm-env` in a clone of Treegraft,"
+        " or name the Python of another environment.",
+        code="vllm-python-missing",
+    )
 
 
 def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
@@ -220,27 +169,6 @@ def _folder_for_weights(config: Config, model: Any, work: Path) -> Path:
         ) from error
 
 
-def _saved(model: Any, tokenizer: Any, folder: Path) -> Path:
-    """Writes the model as a folder that vLLM loads."""
-    inner = base_model(model)
-    tied = getattr(inner, "all_tied_weights_keys", None) or {}
-    weights = {}
-    for name, tensor in plain_weights(model).items():
-        if name not in tied:
-            weights[name] = tensor.cpu().contiguous()
-    try:
-        inner.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"model '{inner.config.name_or_path}' could not be written to {folder} for the servers"
-            f" ({storage_fault(error) or error}); expected room for one copy of its weights"
-            " in run.dir.",
-            code="model-not-copied",
-        ) from error
-    return folder
-
-
 def _own_servers(
     config: Config, python: str, model: str, folders: Sequence[Path]
 ) -> tuple[httpx.AsyncClient, list[Server]]:
@@ -253,14 +181,15 @@ def _own_servers(
     packages = work / "packages"
     packages.mkdir()
     (packages / "treegraft").symlink_to(Path(treegraft.__file__).parent)
-    paths = {f"http://server-{n}": sockets / f"http-{n}" for n in range(settings.num_servers)}
+    each = settings.gpus or [""]
+    paths = {f"http://server-{n}": sockets / f"http-{n}" for n in range(len(each))}
     http = client(paths)
     servers = []
     for number, (url, path) in enumerate(paths.items()):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
         process = Process(
             [*command, *options(config, path)],
-            environment=_environment(settings, number, packages, sockets),
+            environment=_environment(settings, each[number], packages, sockets),
             log=work / f"server-{number}.log",
             folders=folders,
         )
@@ -276,8 +205,6 @@ def options(config: Config, path: Path) -> list[str]:
     found += ["--enable-scale-out"]
     # Of the distribution that was drawn from: after temperature and filters.
     found += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", PLUGIN]
-    if settings.sleep:
-        found += ["--enable-sleep-mode"]
     if config.model.trust_remote_code:
         found += ["--trust-remote-code"]
     if not torch.cuda.is_available():
@@ -287,15 +214,12 @@ def options(config: Config, path: Path) -> list[str]:
 
 
 def _environment(
-    settings: VllmSettings, number: int, packages: Path, sockets: Path
+    settings: VllmSettings, gpus: str, packages: Path, sockets: Path
 ) -> Mapping[str, str]:
     found = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
     # Both are for this process's Python and torch, and may break another's.
     for name in ("PYTHONHOME", ALLOCATOR):
         found.pop(name, None)
-    if "TORCHELASTIC_RUN_ID" in os.environ and found.get("OMP_NUM_THREADS") == "1":
-        # torchrun's default for ranks, which share the cores.
-        del found["OMP_NUM_THREADS"]
     found |= {
         "PYTHONPATH": str(packages),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -308,31 +232,8 @@ def _environment(
     }
     if settings.entropies == "measured":
         found["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    if own := gpus_of(settings, number):
-        found["CUDA_VISIBLE_DEVICES"] = own
+    if gpus:
+        found["CUDA_VISIBLE_DEVICES"] = gpus
     elif not torch.cuda.is_available():
         found.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
     return found
-
-
-def gpus_of(settings: VllmSettings, number: int) -> str:
-    """Returns the CUDA_VISIBLE_DEVICES of a server; "" if nothing says which.
-
-    Raises:
-        SettingError: several servers on one GPU, of which each would take all of its memory.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    each = settings.gpus or (visible.split(",") if count > 1 else [visible])
-    own = each[number % len(each)]
-    shares = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
-    # Whoever sets a share knows how many servers are on the GPU.
-    has_share = any(word.partition("=")[0] in shares for word in settings.server_args)
-    if own and settings.num_servers > len(each) and not has_share:
-        raise SettingError(
-            f"engine.vllm.num_servers: got {settings.num_servers} for {len(each)} GPUs, each of"
-            " which one server nearly fills; expected one on each. Lower it, or set"
-            ' engine.vllm.server_args=["--gpu-memory-utilization","SHARE"].',
-            code="servers-share-gpu",
-        )
-    return own

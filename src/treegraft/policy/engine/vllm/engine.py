@@ -85,8 +85,7 @@ class VllmEngine(ServerEngine):
             self._initial = None
         await self._servers.open()
         # The shortest, since any server may answer any request.
-        limits = [one.identity["max_context"] for one in self._servers.members if one.identity]
-        self.max_context = min(limits, default=self.max_context)
+        self.max_context = min(one.identity["max_context"] for one in self._servers.members)
         self._is_open.set()
 
     # ------------------------------------------------------------------ completions
@@ -102,7 +101,8 @@ class VllmEngine(ServerEngine):
 
     async def _ask(self, draft: Draft) -> TokenReply:
         tree = draft.request.noise_key[:-1]
-        return self._read(await self._servers.ask(tree, self._body(draft)))
+        reply = await self._servers.ask(tree, self._body(draft))
+        return read_reply(reply["choices"][0], self._kind)
 
     def _body(self, draft: Draft) -> dict[str, Any]:
         """The body of a draft's next request."""
@@ -129,21 +129,6 @@ class VllmEngine(ServerEngine):
             # By the weights, so that a cache which outlived a publish would not be used.
             "cache_salt": self._servers.due.label,
         }
-
-    def _read(self, reply: Mapping[str, Any]) -> TokenReply:
-        """A reply's tokens, log-probabilities and entropies.
-
-        Raises:
-            EngineError: a reply without them.
-        """
-        try:
-            return read_reply(reply["choices"][0], self._kind)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(
-                f"engine: a server's reply lacks tokens or their log-probabilities ({error!r});"
-                " expected both. See docs/serving.md.",
-                code="reply-lacks-tokens",
-            ) from error
 
     # ------------------------------------------------------------------ weights
 
@@ -178,21 +163,11 @@ class VllmEngine(ServerEngine):
         label = f"{self._servers.owner}-{version}.{self._num_published}"
         return Due(label, path, source.fingerprint)
 
-    async def rest(self) -> None:
-        """Has the servers leave their GPUs until the next publish, with engine.vllm.sleep."""
-        if self.settings.vllm.sleep:
-            await self._servers.rest()
-
     def take_metrics(self) -> dict[str, float]:
-        """Returns counts of requests and the cost of publishing since the last call."""
-        counts = self._servers.counts
+        """Returns the cost of publishing since the last call."""
         metrics = {
-            "time/engine_requests": float(counts["requests"]),
-            "time/engine_moved": float(counts["moved"]),
-            "time/engine_servers": float(len(self._servers.live)),
             "time/publish_bytes": float(self._num_bytes),
         }
-        counts.clear()
         self._num_bytes = 0
         return metrics
 

@@ -11,11 +11,9 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +35,6 @@ _UNREADABLE = (ValueError, KeyError, TypeError, IndexError)
 them."""
 
 
-class State(StrEnum):
-    """What a server can do."""
-
-    DOWN = "down"
-    """Nothing yet, or until it is known whether it still answers."""
-    LIVE = "live"
-    """It answers, with the weights that are due."""
-    LEFT_OUT = "left out"
-    """Nothing any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Due:
     """The weights that servers have to hold."""
@@ -63,13 +50,11 @@ class Member:
 
     def __init__(self, server: Server, max_rows: int) -> None:
         self.server = server
-        self.state = State.DOWN
         self.fault = ""
-        """Why it is not live, in words."""
+        """Why it is left out, in words; empty while it is not."""
         self.rows = asyncio.Semaphore(max_rows)
         self.load = 0
         """Requests under way or waiting for a row."""
-        self.sleeps = False
         self.identity: Mapping[str, Any] = {}
 
 
@@ -88,27 +73,22 @@ class Servers:
             expected: the identity that each server has to have, see `checks.check_identity`.
         """
         self._expected = expected
-        self._wait_s = READY_S
         self.members = [Member(one, settings.max_rows) for one in servers]
         # In the labels of weights, so that a reply by those of another run is recognised.
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.due = Due(f"{self.owner}-start")
         self._homes: dict[object, Member] = {}
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.counts: Counter[str] = Counter()
-        """Requests and moved requests since the last metrics."""
 
     # ------------------------------------------------------------------ requests
 
     @property
     def live(self) -> list[Member]:
-        return [one for one in self.members if one.state is State.LIVE]
+        return [one for one in self.members if not one.fault]
 
     @property
     def death(self) -> EngineError | None:
         """Why no server will answer again; None while one may."""
-        if any(one.state is not State.LEFT_OUT for one in self.members):
+        if self.live:
             return None
         faults = "; ".join(f"{one.server}: {one.fault}" for one in self.members)
         return EngineError(
@@ -128,19 +108,18 @@ class Servers:
         """
         fault = ""
         for _ in range(MAX_FAULTS):
-            member = await self._member_for(home)
+            member = self._member_for(home)
             try:
-                return await self.ask_member(member, body)
+                return await self._ask_member(member, body)
             except Unreachable as error:
                 fault = str(error)
-                self.counts["moved"] += 1
-                self.lost(member, fault)
+                await self._look_at(member, fault)
         raise EngineError(
             f"engine: a request failed {MAX_FAULTS} times; the last time: {fault}",
             code="request-failed-often",
         )
 
-    async def ask_member(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask_member(self, member: Member, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one server's reply by the weights that are due.
 
         Raises:
@@ -149,9 +128,9 @@ class Servers:
         member.load += 1
         try:
             async with member.rows:
-                if member.state is not State.LIVE:
+                # It may have been left out meanwhile.
+                if member.fault:
                     raise Unreachable(member.fault)
-                self.counts["requests"] += 1
                 reply = await member.server.post(ROUTE, body, timeout_s=None)
         finally:
             member.load -= 1
@@ -168,18 +147,15 @@ class Servers:
                         f" '{self.due.label}'"
                     )
 
-    async def _member_for(self, home: object) -> Member:
-        while True:
-            if self.death is not None:
-                raise self.death
-            member = self._homes.get(home)
-            if (member is None or member.state is not State.LIVE) and self.live:
-                # The least busy: groups differ in length, so counting trees would not balance.
-                member = self._homes[home] = min(self.live, key=lambda one: one.load)
-            if member is not None and member.state is State.LIVE:
-                return member
-            self._changed.clear()
-            await self._changed.wait()
+    def _member_for(self, home: object) -> Member:
+        if self.death is not None:
+            raise self.death
+        member = self._homes.get(home)
+        if member is None or member.fault:
+            # The least busy: groups differ in length, so counting trees would not balance.
+            member = min(self.live, key=lambda one: one.load)
+            self._homes[home] = member
+        return member
 
     # ------------------------------------------------------------------ life and death
 
@@ -199,12 +175,11 @@ class Servers:
 
     async def _open_one(self, member: Member) -> None:
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(READY_S):
                 await self._start(member)
         except TimeoutError as error:
             raise EngineError(
-                f"engine: {member.server} was not ready within {self._wait_s:g} s."
-                f"{_log_of(member)}",
+                f"engine: {member.server} was not ready within {READY_S:g} s.{_log_of(member)}",
                 code="server-not-ready",
             ) from error
         except Unreachable as error:
@@ -212,9 +187,6 @@ class Servers:
 
     async def close(self) -> None:
         """Ends the servers that are ours."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
         async def stop(member: Member) -> None:
             if member.server.process is not None:
@@ -222,30 +194,14 @@ class Servers:
 
         await asyncio.gather(*map(stop, self.members))
 
-    def lost(self, member: Member, fault: str) -> None:
-        """Leaves a server out unless it is found well."""
-        if member.state is not State.LIVE:
+    async def _look_at(self, member: Member, fault: str) -> None:
+        """Leaves a server out after a fault, unless it is well: then a connection was lost, or one
+        request failed."""
+        # Whoever waited here may not be the first to find it dead.
+        if await self._is_as_it_was(member) or member.fault:
             return
-        # At once, so that requests which wait for a row move too.
-        member.state = State.DOWN
         member.fault = fault
-        task = asyncio.get_running_loop().create_task(self._look_at(member))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _go_live(self, member: Member) -> None:
-        member.state = State.LIVE
-        member.fault = ""
-        self._changed.set()
-
-    async def _look_at(self, member: Member) -> None:
-        if await self._is_as_it_was(member):
-            # A connection was lost, or one request failed; the others go on.
-            self._go_live(member)
-            return
-        member.state = State.LEFT_OUT
-        _log.warning("%s is left out: %s.%s", member.server, member.fault, _log_of(member))
-        self._changed.set()
+        _log.warning("%s is left out: %s.%s", member.server, fault, _log_of(member))
 
     async def _is_as_it_was(self, member: Member) -> bool:
         server = member.server
@@ -273,26 +229,8 @@ class Servers:
             await asyncio.sleep(1.0)
         member.identity = await check_identity(server, self._expected)
         await self._give(member)
-        self._go_live(member)
 
     # ------------------------------------------------------------------ weights
-
-    async def rest(self) -> None:
-        """Has servers leave their GPUs until the next publish; no request may be under
-        way."""
-
-        async def each(member: Member) -> None:
-            if member.sleeps:
-                return
-            try:
-                await member.server.set_version(_LOADING)
-                # Level 2 saves no copy of the weights, which the next publish brings.
-                await member.server.post("/sleep?level=2&mode=wait", timeout_s=self._wait_s)
-                member.sleeps = True
-            except (Unreachable, EngineError) as fault:
-                _log.warning("%s stays on its GPU while the run learns: %s", member.server, fault)
-
-        await asyncio.gather(*map(each, self.live))
 
     async def publish(self, due: Due) -> None:
         """Gives every live server new weights. No request may be under way.
@@ -307,33 +245,27 @@ class Servers:
         faults = await asyncio.gather(*map(self._give, members), return_exceptions=True)
         for member, fault in zip(members, faults, strict=True):
             if isinstance(fault, (Unreachable, EngineError, *_UNREADABLE)):
-                self.lost(member, str(fault))
+                await self._look_at(member, str(fault))
             elif fault is not None:
                 raise fault
-        # Raises if all of them failed.
-        await self._member_for(None)
+        if self.death is not None:
+            raise self.death
 
     async def _give(self, member: Member) -> None:
         """Gives a server the weights that are due."""
         server = member.server
         due = self.due
         # Drained first: a running request would get the label of weights that it does not have.
-        await server.post("/pause?mode=wait", timeout_s=self._wait_s)
+        await server.post("/pause?mode=wait", timeout_s=READY_S)
         await server.set_version(_LOADING)
-        if member.sleeps:
-            await server.post("/wake_up?tags=weights", timeout_s=self._wait_s)
         if due.folder is not None:
             path = str(due.folder)
-            for one in await server.call("treegraft_load", path, timeout_s=self._wait_s):
+            for one in await server.call("treegraft_load", path, timeout_s=READY_S):
                 if one["fingerprint"] != due.fingerprint:
                     raise Unreachable(
                         f"{server} read weights with checksum {one['fingerprint']}, expected"
                         f" {due.fingerprint}"
                     )
-        if member.sleeps:
-            # Last: the weights on their way need room too.
-            await server.post("/wake_up?tags=kv_cache", timeout_s=self._wait_s)
-            member.sleeps = False
         if not (await server.post("/reset_prefix_cache"))["success"]:
             raise Unreachable(f"{server} did not drop the cached keys of its old weights")
         # Only here do the weights become those that a server answers by: all of them are there.
