@@ -105,7 +105,3 @@ class Recorder:
             self.display.update(update, self._config.run.num_updates, full)
         for warning in began:
             self.display.warn(explained(warning, update))
-
-    def finish(self) -> None:
-        """Gives trackers the last metrics."""
-        self._trackers.finish(self.latest)

@@ -334,7 +334,6 @@ class Run:
             return self._already_finished()
         self.save()
         self.team.share(None)
-        self.recorder.finish()
         place = self._own.checkpoints_dir / checkpoint_name(self.state)
         return self._finished(place, self.recorder.latest)
 
