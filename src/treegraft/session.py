@@ -72,10 +72,9 @@ Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Of a policy: those of a learner, or tensors by name."""
 SAVED = Path("treegraft")
-"""In a checkpoint of a session without a run folder: the reference of its KL term, and the trees of
-the groups that it replays."""
-SAVED_TRACES = SAVED / "traces.sqlite"
-"""There its buffer."""
+"""The folder in a checkpoint of a session without a run folder that has what a run keeps in its
+own: the buffer, the reference of the KL term, and the trees of the groups that it replays."""
+REFERENCE = Path("reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,18 +320,20 @@ class Session:
             await buffer.check_expert(parts.environments)
 
     def _made_buffer(self, parts: Parts) -> RolloutBuffer:
-        saved = None
-        if self._checkpoint is not None and self._within.folder is None:
-            places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
-            saved = next((place for place in places if place.exists()), None)
+        saved = self._saved(OWN_FILE) if self._within.folder is None else None
         return RolloutBuffer(self.config, parts.source, self._within.folder, saved=saved)
 
-    @staticmethod
-    def _saved_places(checkpoint: Path, own: Path, of_run: Path) -> list[Path]:
-        """Where to look for what belongs to a checkpoint: in it, or in the folder of the run that
-        wrote it."""
+    def _saved(self, name: Path) -> Path | None:
+        """What belongs to the checkpoint to go on from: in it, or in the folder of the run that
+        wrote it; None if there is nothing of that name."""
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            return None
+        places = [checkpoint / SAVED / name]
         above = checkpoint.absolute().parent
-        return [checkpoint / own, *([above.parent / of_run] * (above.name == "checkpoints"))]
+        if above.name == "checkpoints":
+            places.append(above.parent / name)
+        return next((place for place in places if place.exists()), None)
 
     @property
     def _is_warm_up_left(self) -> bool:
@@ -453,10 +454,8 @@ class Session:
         """The folder with the trees of earlier updates."""
         if self._within.folder is not None:
             return RunFolder(self._within.folder)
-        if self._checkpoint is None:
-            return None
-        places = self._saved_places(self._checkpoint, SAVED, Path())
-        return next((RunFolder(one) for one in places if (one / "trees").is_dir()), None)
+        trees = self._saved(Path("trees"))
+        return None if trees is None else RunFolder(trees.parent)
 
     # ------------------------------------------------------------------ waiting
 
@@ -587,14 +586,12 @@ class Session:
     def _reference_place(self) -> Path | None:
         """Where the reference is kept; None for memory alone."""
         folder = self._within.folder
-        checkpoint = self._checkpoint
         if folder is not None:
-            return folder / "reference"
-        if checkpoint is None or self.update == 0:
+            return folder / REFERENCE
+        if self._checkpoint is None or self.update == 0:
             return None
-        places = self._saved_places(checkpoint, SAVED, Path("reference"))
-        found = [one for one in places if any(one.glob("reference*.safetensors"))]
-        return (found or places)[0]
+        # Reading says what is missing if there is none.
+        return self._saved(REFERENCE) or self._checkpoint / SAVED / REFERENCE
 
     # ------------------------------------------------------------------ the warm-up
 
@@ -1000,10 +997,10 @@ class Session:
         reference."""
         held = self.buffer
         if held is not None and held.buffer is not None and held.is_own:
-            held.buffer.copy_to(folder / SAVED_TRACES)
+            held.buffer.copy_to(folder / SAVED / OWN_FILE)
         reference = self.learner.reference
         if reference is not None:
-            reference.save(folder / SAVED)
+            reference.save(folder / SAVED / REFERENCE)
         if self._is_ready:
             self._replay.save(RunFolder(folder / SAVED))
 
