@@ -251,11 +251,10 @@ class RunFolder:
         LineFile(self.warmup_path).append(line)
 
     def cut_warmup(self, num_steps: int) -> None:
-        """Removes the evaluations after so many warm-up steps, which come again."""
+        """Removes the evaluations from so many warm-up steps on, which come again."""
         if self.warmup_path.exists():
-            LineFile(self.warmup_path).drop_cut()
             lines = read_metrics(self.path, self.warmup_path.name)
-            kept = [line for line in lines if line.get("warmup/num_steps", 0) <= num_steps]
+            kept = [line for line in lines if line.get("warmup/num_steps", 0) < num_steps]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write_atomically(self.warmup_path, text)
 

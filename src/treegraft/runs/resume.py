@@ -1,9 +1,9 @@
 """Going on with a run: its newest checkpoint, and whether all that it depends on is as it was.
 
-Beside a checkpoint a resumed run depends on metrics so far, the evaluation before the first update,
-trees to be replayed, the reference of the KL term, the Step-Trace Buffer, the demonstrations and
-the tasks. A checkpoint holds a checksum of each, so that nothing of it changes unseen between the
-end of one process and the start of the next.
+Beside a checkpoint a resumed run depends on metrics so far, trees to be replayed, the reference of
+the KL term, the Step-Trace Buffer, the demonstrations and the tasks. A checkpoint holds a checksum
+of each, so that nothing of it changes unseen between the end of one process and the start of the
+next.
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()
         name = path.relative_to(run_dir).as_posix()
         found[name] = _checksum(path, facts.st_size, facts.st_mtime_ns)
     for part in parts_in(run_dir / "trees"):
-        # The gain since the start compares the last evaluation with this one.
-        is_start = part.update == 0 and part.kind != "update" and is_begun
-        if is_start or part.label in replayed:
+        if part.label in replayed:
             found[part.label] = part.checksum()
     if state.metrics_size:
         # Of the beginning alone: what follows belongs to updates that are repeated.
