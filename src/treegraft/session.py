@@ -24,7 +24,7 @@ from treegraft.assemble import Parts, adapted, training_explorer
 from treegraft.core.clock import Clock
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
-from treegraft.core.given import GivenObjects, giving, present
+from treegraft.core.given import GIVEN, GivenObjects, Record, giving, present
 from treegraft.core.interfaces import (
     Display,
     Engine,
@@ -937,12 +937,14 @@ class Session:
 
     def inputs(self, *, at_start: bool = False) -> dict[str, str]:
         """Returns the checksums of what the session reads and a resume depends on, by name: tasks,
-        the demonstrations of a warm-up that is not done, and the buffer.
+        Python objects, the demonstrations of a warm-up that is not done, and the buffer.
 
         Args:
             at_start: before the buffer is opened, as it was at the checkpoint.
         """
         found = {"tasks": self._tasks_checksum}
+        for record in self._local_objects:
+            found[record.name] = record.checksum
         if self._imitated is not None and self._is_warm_up_left:
             found["demonstrations"] = self._imitated[1]
         if self.buffer is not None:
@@ -951,9 +953,16 @@ class Session:
             found |= of_buffer
         return found
 
+    @property
+    def _local_objects(self) -> list[Record]:
+        """The Python objects without an import path, whose source no recipe tells."""
+        return [one for one in self._given.records if one.name.startswith(GIVEN)]
+
     def input_places(self) -> dict[str, str]:
         """Returns what messages call them."""
         found = {"tasks": "the set of tasks"}
+        for record in self._local_objects:
+            found[record.name] = f"'{record.qualified}' ({record.argument}=)"
         if self._imitated is not None:
             found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:

@@ -134,7 +134,7 @@ class Run:
             TreegraftError: bad input, see `runs.resume.resumed`; nothing has been written then.
         """
         if resume is not None:
-            found = resumed(Path(resume), source, given, accepts_changes=accepts_changes)
+            found = resumed(Path(resume), source, accepts_changes=accepts_changes)
         elif accepts_changes:
             raise SettingError(
                 "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
@@ -248,7 +248,6 @@ class Run:
             folder = RunFolder.create(self.path, config_json(self.config), is_named=is_named)
             # Another process could resume a folder that is there and not claimed.
             folder.claim()
-            folder.write_objects(self.given.records)
             self.path = folder.path
         else:
             folder = self.folder
