@@ -273,11 +273,6 @@ async def assemble_engine(
         yield engine
 
 
-def training_explorer(config: Config, tokenizer: Tokenizer) -> Explorer:
-    """Returns the explorer of a training. Raises `SettingError` for an unknown one."""
-    return build_explorer(config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty)
-
-
 @dataclass(frozen=True, slots=True)
 class _World:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,

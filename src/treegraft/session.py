@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
-from treegraft.assemble import Parts, adapted, training_explorer
+from treegraft.assemble import Parts, adapted
 from treegraft.core.clock import Clock
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
@@ -40,6 +40,7 @@ from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
+from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.measuring import measuring
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Placement, Watch
@@ -301,7 +302,9 @@ class Session:
         self.sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         self.sampler.restore(within.state.sampler or {})
         # ARPO divides changes of entropy by the vocabulary's size, or its logarithm.
-        self.explorer = training_explorer(config, parts.tokenizer)
+        self.explorer = build_explorer(
+            config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
+        )
         self.buffer: RolloutBuffer | None = None
         """The Step-Trace Buffer; None if a retriever was given."""
         self._book: LessonBook | None = None

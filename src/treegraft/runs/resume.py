@@ -9,7 +9,7 @@ between the end of one process and the start of the next.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +73,12 @@ def resumed(run_dir: Path, config: Source | None, *, accepts_changes: bool) -> R
         tidy(folder.checkpoints_dir)
         checkpoint = latest_checkpoint(folder.checkpoints_dir)
         state = TrainState.fresh()
-        notices = [*_of_the_beginning(folder, checkpoint)]
+        notices = []
+        if checkpoint is None and folder.metrics_size():
+            notices.append(
+                f"{run_dir} has no checkpoint; the run begins anew, and its metrics and trees so"
+                " far are removed"
+            )
         if checkpoint is not None:
             state = read_state(checkpoint)
             _refuse_short(folder, state, checkpoint)
@@ -126,15 +131,6 @@ def _resumed_settings(run_dir: Path, own: Config, config: Source | None) -> Conf
             code="resumed-other-settings",
         )
     return settings
-
-
-def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[str]:
-    """What is lost where a run without a checkpoint begins anew."""
-    if checkpoint is None and folder.metrics_size():
-        yield (
-            f"{folder.path} has no checkpoint; the run begins anew, and its metrics and trees so"
-            " far are removed"
-        )
 
 
 def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
