@@ -38,7 +38,7 @@ LOOP_OF = {"lessons": "rapo"}
 """Where it has another name."""
 NUM_UPDATES = 3
 BUFFER = Path("buffer") / "traces.sqlite"
-SAVED = Path("agent") / "treegraft" / "traces.sqlite"
+SAVED = Path("agent") / "treegraft" / BUFFER
 
 
 @pytest.fixture(scope="module")

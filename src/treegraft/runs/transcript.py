@@ -67,6 +67,8 @@ def outcome(trajectory: Trajectory) -> str:
         parts.append("correct" if leaf.is_correct else "wrong")
     if leaf.answer is not None and leaf.answer != trajectory.steps[-1].content.answer:
         parts.append(f"read as {plain(leaf.answer, 200)}")
+    elif leaf.answer is None and leaf.status is Status.COMPLETED and leaf.is_correct is False:
+        parts.append("no answer found in it")
     if leaf.advantage is not None:
         parts.append(f"advantage {leaf.advantage:+.2f}")
     if leaf.error:
