@@ -151,7 +151,7 @@ def test_one_seed_is_one_run_and_another_is_another(undisturbed: Path, tmp_path:
     for name, seed in (("b", 3), ("c", 4)):
         start(tmp_path, name, run={"seed": seed})
     assert differing(undisturbed, tmp_path / "b") == []
-    assert "trees/update-000001" in differing(undisturbed, tmp_path / "c")
+    assert "trees/update-000001.jsonl.zst" in differing(undisturbed, tmp_path / "c")
 
 
 def test_latencies_of_tools_change_nothing(tmp_path: Path) -> None:
