@@ -38,7 +38,7 @@ LOOP_OF = {"lessons": "rapo"}
 """Where it has another name."""
 NUM_UPDATES = 3
 BUFFER = Path("buffer") / "traces.sqlite"
-SAVED = Path("agent") / "treegraft" / "traces.sqlite"
+SAVED = Path("agent") / "treegraft" / BUFFER
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +83,12 @@ def test_law_18_a_loop_equals_train(name: str, start: Path, tmp_path: Path) -> N
     ours = files(tmp_path / "agent")
     theirs = files(trained.checkpoint_dir)
     # What a run keeps in its folder, a loop keeps in its checkpoint.
-    reference = ours.pop("treegraft/reference.safetensors", None)
+    reference = ours.pop("treegraft/reference/reference.safetensors", None)
     traces = trained.run_dir / BUFFER
     if reference is not None:
         of_run = trained.run_dir / "reference" / "reference.safetensors"
         assert reference == of_run.read_bytes()
-    assert (ours.pop("treegraft/traces.sqlite", None) is not None) == traces.exists()
+    assert (ours.pop("treegraft/buffer/traces.sqlite", None) is not None) == traces.exists()
     if traces.exists():
         with TraceBuffer(traces, None) as held, TraceBuffer(tmp_path / SAVED, None) as saved:
             assert [*held] == [*saved]

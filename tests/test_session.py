@@ -192,11 +192,11 @@ def test_a_loop_is_train(start: Path, tmp_path: Path) -> None:
             check(update, *made)
         session.save(tmp_path / "whole")
     checkpoints = run / "checkpoints"
-    beside = ["treegraft/reference.safetensors", "treegraft/traces.sqlite"]
+    beside = ["treegraft/buffer/traces.sqlite", "treegraft/reference/reference.safetensors"]
     assert differing(tmp_path / "whole", checkpoints / f"update-{NUM_UPDATES:06d}") == beside
     ours = saved(tmp_path / "whole")
-    assert ours[beside[0]] == (run / "reference" / "reference.safetensors").read_bytes()
-    assert ours[beside[1]] == traces_of(run / "buffer" / "traces.sqlite")
+    assert ours[beside[1]] == (run / "reference" / "reference.safetensors").read_bytes()
+    assert ours[beside[0]] == traces_of(run / "buffer" / "traces.sqlite")
 
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     with Session(tables, checkpoint=checkpoints / f"update-{STOPPED:06d}") as session:

@@ -217,40 +217,14 @@ class Parts:
             DataError: the first such task, and how many there are.
         """
         bad: list[str] = []
-        overheads: dict[tuple[str, ...], int] = {}
         for task in tasks:
             try:
-                if not self._surely_fits(task, overheads):
-                    self.format.prompt_ids(task)
+                self.format.prompt_ids(task)
             except DataError as error:
                 bad.append(str(error))
         if bad:
             more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
             raise DataError(bad[0] + (more if len(bad) > 1 else ""), code="task-invalid")
-
-    def _surely_fits(self, task: Task, overheads: dict[tuple[str, ...], int]) -> bool:
-        """Whether a prompt can be made for certain; raises DataError where no text with its roles
-        has one.
-
-        Args:
-            overheads: tokens of the prompt around the texts, by their roles; filled in here.
-        """
-        texts = [one["content"] for one in task.messages] or [task.question]
-        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks
-        # take no time.
-        is_plain = all(text and text.isascii() and not set(text) & set("<[|") for text in texts)
-        if not is_plain or any("tool_calls" in one for one in task.messages):
-            return False
-        roles = tuple(one["role"] for one in task.messages)
-        if roles not in overheads:
-            probe = [{"role": role, "content": "?"} for role in roles]
-            overheads[roles] = len(
-                self.format.prompt_ids(
-                    Task(id=task.id, question="?", reference=(), messages=tuple(probe))
-                )
-            )
-        length = sum(map(len, texts)) + overheads[roles]
-        return self.max_prompt is None or length <= self.max_prompt
 
     def grower(
         self, explorer: Explorer, limits: Limits | None = None, retriever: Retriever | None = None
@@ -297,11 +271,6 @@ async def assemble_engine(
     loaded = _Loaded.of(_World.of(config, None), "engine", model_path, None, None, 0)
     async with loaded.opening(0, None, model_path) as engine:
         yield engine
-
-
-def training_explorer(config: Config, tokenizer: Tokenizer) -> Explorer:
-    """Returns the explorer of a training. Raises `SettingError` for an unknown one."""
-    return build_explorer(config.explore, vocab_size=len(tokenizer), penalty=config.reward.penalty)
 
 
 @dataclass(frozen=True, slots=True)

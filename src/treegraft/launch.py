@@ -17,7 +17,7 @@ from treegraft.core.registry import Entry, registered
 from treegraft.core.team import Team
 from treegraft.policy.learn.torchrun import is_started, joined
 from treegraft.rollout.loop import Placement
-from treegraft.runs.display import show_texts, shown
+from treegraft.runs.display import shown
 from treegraft.runs.open import own_config
 from treegraft.runs.run import Run
 from treegraft.session import Session, Surroundings
@@ -102,7 +102,6 @@ def opened(
         session = _session_of(run, place, warms_up_only=command == "sft")
         if not is_over:
             ends.enter_context(session)
-            show_texts(run.display, session.tokenizer)
             ends.enter_context(run.recording(session, session.parts.source.report()))
             # After `recording`, which makes the folder: nothing is written for bad input.
             session.settle(run.path)

@@ -15,16 +15,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
-from treegraft.assemble import Parts, adapted, training_explorer
+from treegraft.assemble import Parts, adapted
 from treegraft.core.clock import Clock
 from treegraft.core.errors import DataError, SettingError, first_cause
 from treegraft.core.files import write_atomically
-from treegraft.core.given import GivenObjects, giving, present
+from treegraft.core.given import GIVEN, GivenObjects, Record, giving, present
 from treegraft.core.interfaces import (
     Display,
     Engine,
@@ -40,6 +40,7 @@ from treegraft.core.team import Alone, Team
 from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
+from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.measuring import measuring
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Placement, Watch
@@ -72,10 +73,9 @@ Result = TypeVar("Result")
 Weights = WeightSource | Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Of a policy: those of a learner, or tensors by name."""
 SAVED = Path("treegraft")
-"""In a checkpoint of a session without a run folder: the reference of its KL term, and the trees of
-the groups that it replays."""
-SAVED_TRACES = SAVED / "traces.sqlite"
-"""There its buffer."""
+"""The folder in a checkpoint of a session without a run folder that has what a run keeps in its
+own: the buffer, the reference of the KL term, and the trees of the groups that it replays."""
+REFERENCE = Path("reference")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ class Session:
         self._own_drawn = [*state.own_drawn]
         """Tasks of earlier updates that no sampler has drawn."""
         self._lesson_value = state.lesson_value
-        self._is_ready = self.is_syncing = False
+        self._is_ready = False
         self._learner: LearnerLike | None = None
         self._last = Trees()
         self._learned: dict[str, float] = {}
@@ -302,7 +302,9 @@ class Session:
         self.sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         self.sampler.restore(within.state.sampler or {})
         # ARPO divides changes of entropy by the vocabulary's size, or its logarithm.
-        self.explorer = training_explorer(config, parts.tokenizer)
+        self.explorer = build_explorer(
+            config.explore, vocab_size=len(parts.tokenizer), penalty=config.reward.penalty
+        )
         self.buffer: RolloutBuffer | None = None
         """The Step-Trace Buffer; None if a retriever was given."""
         self._book: LessonBook | None = None
@@ -319,18 +321,20 @@ class Session:
             self._book = lesson_book(config, buffer, parts)
 
     def _made_buffer(self, parts: Parts) -> RolloutBuffer:
-        saved = None
-        if self._checkpoint is not None and self._within.folder is None:
-            places = self._saved_places(self._checkpoint, SAVED_TRACES, OWN_FILE)
-            saved = next((place for place in places if place.exists()), None)
+        saved = self._saved(OWN_FILE) if self._within.folder is None else None
         return RolloutBuffer(self.config, parts.source, self._within.folder, saved=saved)
 
-    @staticmethod
-    def _saved_places(checkpoint: Path, own: Path, of_run: Path) -> list[Path]:
-        """Where to look for what belongs to a checkpoint: in it, or in the folder of the run that
-        wrote it."""
+    def _saved(self, name: Path) -> Path | None:
+        """What belongs to the checkpoint to go on from: in it, or in the folder of the run that
+        wrote it; None if there is nothing of that name."""
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            return None
+        places = [checkpoint / SAVED / name]
         above = checkpoint.absolute().parent
-        return [checkpoint / own, *([above.parent / of_run] * (above.name == "checkpoints"))]
+        if above.name == "checkpoints":
+            places.append(above.parent / name)
+        return next((place for place in places if place.exists()), None)
 
     @property
     def _is_warm_up_left(self) -> bool:
@@ -413,15 +417,7 @@ class Session:
     def begin_updates(self) -> None:
         """Gives the engine the weights, freezes the reference and opens the buffer, once the
         warm-up is done. A loop with one process need not call it."""
-        with self._syncing():
-            self._wait(self._make_ready)
-
-    @contextmanager
-    def _syncing(self) -> Iterator[None]:
-        self.is_syncing = True
-        yield
-        # Not after an error: the engine has what it has then.
-        self.is_syncing = False
+        self._wait(self._make_ready)
 
     async def _make_ready(self) -> None:
         if self._is_ready:
@@ -451,10 +447,8 @@ class Session:
         """The folder with the trees of earlier updates."""
         if self._within.folder is not None:
             return RunFolder(self._within.folder)
-        if self._checkpoint is None:
-            return None
-        places = self._saved_places(self._checkpoint, SAVED, Path())
-        return next((RunFolder(one) for one in places if (one / "trees").is_dir()), None)
+        trees = self._saved(Path("trees"))
+        return None if trees is None else RunFolder(trees.parent)
 
     # ------------------------------------------------------------------ waiting
 
@@ -584,14 +578,12 @@ class Session:
     def _reference_place(self) -> Path | None:
         """Where the reference is kept; None for memory alone."""
         folder = self._within.folder
-        checkpoint = self._checkpoint
         if folder is not None:
-            return folder / "reference"
-        if checkpoint is None or self.update == 0:
+            return folder / REFERENCE
+        if self._checkpoint is None or self.update == 0:
             return None
-        places = self._saved_places(checkpoint, SAVED, Path("reference"))
-        found = [one for one in places if any(one.glob("reference*.safetensors"))]
-        return (found or places)[0]
+        # Reading says what is missing if there is none.
+        return self._saved(REFERENCE) or self._checkpoint / SAVED / REFERENCE
 
     # ------------------------------------------------------------------ the warm-up
 
@@ -805,7 +797,7 @@ class Session:
             EngineError: names are missing or unknown; the engine then keeps its weights.
             DriftError: the engine holds other weights afterwards.
         """
-        with self.clock("publish"), self._syncing():
+        with self.clock("publish"):
             self._wait(self._synced, version, weights)
 
     async def async_weights(self, version: int, weights: Weights | None = None) -> None:
@@ -933,12 +925,14 @@ class Session:
 
     def inputs(self, *, at_start: bool = False) -> dict[str, str]:
         """Returns the checksums of what the session reads and a resume depends on, by name: tasks,
-        the demonstrations of a warm-up that is not done, and the buffer.
+        Python objects, the demonstrations of a warm-up that is not done, and the buffer.
 
         Args:
             at_start: before the buffer is opened, as it was at the checkpoint.
         """
         found = {"tasks": self._tasks_checksum}
+        for record in self._local_objects:
+            found[record.name] = record.checksum
         if self._imitated is not None and self._is_warm_up_left:
             found["demonstrations"] = self._imitated[1]
         if self.buffer is not None:
@@ -947,9 +941,16 @@ class Session:
             found |= of_buffer
         return found
 
+    @property
+    def _local_objects(self) -> list[Record]:
+        """The Python objects without an import path, whose source no recipe tells."""
+        return [one for one in self._given.records if one.name.startswith(GIVEN)]
+
     def input_places(self) -> dict[str, str]:
         """Returns what messages call them."""
         found = {"tasks": "the set of tasks"}
+        for record in self._local_objects:
+            found[record.name] = f"'{record.qualified}' ({record.argument}=)"
         if self._imitated is not None:
             found["demonstrations"] = f"the file of demonstrations '{self._imitated[0]}'"
         if self.buffer is not None:
@@ -993,10 +994,10 @@ class Session:
         reference."""
         held = self.buffer
         if held is not None and held.buffer is not None and held.is_own:
-            held.buffer.copy_to(folder / SAVED_TRACES)
+            held.buffer.copy_to(folder / SAVED / OWN_FILE)
         reference = self.learner.reference
         if reference is not None:
-            reference.save(folder / SAVED)
+            reference.save(folder / SAVED / REFERENCE)
         if self._is_ready:
             self._replay.save(RunFolder(folder / SAVED))
 

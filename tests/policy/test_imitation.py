@@ -300,8 +300,8 @@ def test_a_buffer_is_imitated_then_trained_on(
     assert [line["warmup/num_steps"] for line in found[1:]] == [4, 6]
     assert all("eval/accuracy" in line for line in found)
     assert "warmup/num_steps" not in found[0] and len(found) == 3
-    # That at the end of the warm-up is that before the first update.
-    assert numbers == [0, 0, 0, 1]
+    # That at the end of the warm-up is equal to that before the first update.
+    assert numbers == [0, 0, 0, 0, 1]
     assert {key: value for key, value in found[2].items() if key.startswith("eval/")} == {
         key: value for key, value in lines[0].items() if key.startswith("eval/")
     }

@@ -29,7 +29,7 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.rollout.measure import eval_metrics, paired_gain, pass_at_k, rollout_metrics
+from treegraft.rollout.measure import eval_metrics, pass_at_k, rollout_metrics
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
@@ -390,15 +390,3 @@ def test_categories_share_a_number_where_they_share_a_name_and_take_none_of_anot
     metrics = eval_metrics(trees, trees[1:2])
     assert metrics["eval/accuracy_two_hops"] == 0.5
     assert (metrics["eval/accuracy_sampled"], metrics["eval/accuracy__sampled"]) == (0.0, 1.0)
-
-
-def test_paired_gain_by_hand() -> None:
-    """Three of four tasks gained: each resample's mean is k/4 with k binomial(4, 3/4); P(k <= 0) <
-    2.5 % < P(k <= 1) = 5.1 %."""
-    before = [scored((0.0, False), task_id=str(n)) for n in range(4)]
-    after = [scored((1.0, n < 3), task_id=str(n)) for n in (3, 1, 0, 2)]
-    assert paired_gain(before, after) == (0.75, 0.25, 1.0)
-    assert paired_gain(after, after) == (0.0, 0.0, 0.0)
-    for wrong in ([], before[:3]):
-        with pytest.raises(ValueError, match="expected the same ones on both sides"):
-            paired_gain(before, wrong)

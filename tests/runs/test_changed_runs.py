@@ -108,19 +108,12 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
     return changed
 
 
-def flip(path: Path, share: float = 0.5) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * share)] ^= 1
-    path.write_bytes(data)
-
-
 def other_metrics(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().replace('"eval/accuracy": 0', '"eval/accuracy": 1', 1))
 
 
 STATE = "checkpoints/update-000002/treegraft/state.json"
-EVALUATION = "trees/eval-000000-greedy.jsonl.zst"
 CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     # what is done; what is said; whether --accept-changes goes on
     "settings": (
@@ -137,16 +130,6 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "a reward": (
         of_sqlite("UPDATE members SET reward = 0.5 WHERE source = 'expert'"),
         "(traces or vectors) has changed since update-000002",
-        True,
-    ),
-    "an evaluation": (
-        lambda run: flip(run / EVALUATION, 0.1),
-        "trees/eval-000000-greedy has changed",
-        True,
-    ),
-    "no evaluation": (
-        lambda run: (run / EVALUATION).unlink(),
-        "trees/eval-000000-greedy is missing",
         True,
     ),
     "metrics": (other_metrics, "metrics.jsonl has changed", True),

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ from treegraft.runs.display import (
     PlainDisplay,
     display_on,
     evaluation_line,
-    show_texts,
     shown,
 )
 from treegraft.runs.transcript import pick_sample, transcript
@@ -270,26 +268,6 @@ def test_branches_and_grafts_are_shown_if_there_are_any() -> None:
     assert "branches 12  time 2.0s" in file.getvalue()
 
 
-def test_what_a_cut_turn_wrote_is_shown_by_the_display_of_a_run() -> None:
-    """A turn in chat that ran out of tokens has neither a thought nor an answer yet."""
-
-    class Letters:
-        def decode(self, token_ids: list[int]) -> str:
-            return "".join("ab"[token - 7] for token in token_ids)
-
-    tree = example_tree()
-    start = tree.steps[0]
-    cut = policy_step("0.0", StepContent())
-    leaf = Leaf(step_id="0.0", status=Status.TRUNCATED, reward=0.0)
-    file = io.StringIO()
-    display: Display = PlainDisplay(file)
-    show_texts(display, Letters())
-    display.sample(replace(tree, steps=(start, cut), leaves=(leaf,)))
-    display.update(1, 2, METRICS)
-    assert "wrote     ab" in file.getvalue()
-    assert "that the format cannot read" not in file.getvalue()
-
-
 def test_a_program_without_standard_output_is_shown_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -328,10 +306,8 @@ def test_an_evaluation_on_one_line() -> None:
         "eval/pass_at_4": 0.72,
         "eval/failed_frac": 0.0,
         "time/eval_s": 3.0,
-        "eval/gain": 0.52,
-        "eval/gain_low": 0.47,
     }
-    said = "accuracy 0.415, accuracy_sampled 0.38, gain 0.52, gain_low 0.47, pass_at_4 0.72"
+    said = "accuracy 0.415, accuracy_sampled 0.38, pass_at_4 0.72"
     assert evaluation_line(metrics) == said
     assert evaluation_line({"eval/failed_frac": 0.1}) == "failed_frac 0.1"
 

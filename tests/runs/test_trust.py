@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 import treegraft
 from treegraft.cli.main import app
 from treegraft.core.errors import CheckpointError
-from treegraft.core.given import GivenObjects
 from treegraft.runs import trust
 from treegraft.runs.checkpoint import TrainState, checksums_of, read_state, state_json
 from treegraft.runs.open import find_checkpoint, open_checkpoint, own_config
@@ -423,7 +422,7 @@ def test_a_file_added_to_a_checkpoint_is_noticed(run: Path, name: str) -> None:
 
 def going_on(run: Path) -> Resumed:
     """Opens a run as a resume does."""
-    return resumed(run, None, GivenObjects(), accepts_changes=False)
+    return resumed(run, None, accepts_changes=False)
 
 
 @contextmanager
@@ -442,7 +441,7 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("name", ["config.json", "objects.json", "warmup.jsonl", ".lock"])
+@pytest.mark.parametrize("name", ["config.json", "warmup.jsonl", ".lock"])
 def test_a_pipe_in_a_run_folder_keeps_no_resume_waiting(run: Path, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)

@@ -654,8 +654,7 @@ class Tracker(Protocol):
 
     It may have more: `place`, a text that says where its records are; `sample(update, trees)` for
     the trees of an update after learning, before its metrics; `warn(update, name, text)` for a
-    warning that begins; `finish(latest)` with the latest value of every metric, once the run has
-    done all its work."""
+    warning that begins."""
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
         """Update 0 is the state before the first. Present warnings are metrics

@@ -108,8 +108,6 @@ class Brings(TypedDict, total=False):
     installation lacks, its name in messages and the modules with spaces between them."""
     metrics: Mapping[str, str]
     """Keys of metrics, and what each means."""
-    warnings: Mapping[str, Any]
-    """Each a `Rule` or its import path, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +229,6 @@ class Registry:
         self.entries.append(Entry(seam, name, value, self.owner, facts, brings))
         for key, meaning in brings.get("metrics", {}).items():
             self.entries.append(Entry("metric", key, meaning, self.owner))
-        for key, rule in brings.get("warnings", {}).items():
-            self.entries.append(Entry("warning", key, rule, self.owner))
 
 
 # --- all extensions ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.loop import Watch
-from treegraft.rollout.measure import eval_metrics, paired_gain
+from treegraft.rollout.measure import eval_metrics
 from treegraft.runs.display import shown
 from treegraft.runs.open import open_with
 from treegraft.runs.tree_files import write_trees
@@ -47,12 +47,6 @@ class Evaluation:
         """The trees by kind, "greedy" before "sampled"; only those that there are."""
         passes = {"greedy": self.greedy, "sampled": self.sampled}
         return {kind: trees for kind, trees in passes.items() if trees is not None}
-
-    def gain(self, kind: str, before: Sequence[Tree]) -> dict[str, float]:
-        """Returns how much better the trees of a kind are than earlier ones of the same tasks."""
-        name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
-        gain, low, high = paired_gain(before, self.passes[kind])
-        return {name: gain, f"{name}_low": low, f"{name}_high": high}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -28,7 +29,7 @@ class AccelerateTracker:
         # The log of accelerate refuses to work without it.
         PartialState()
         tracked = Tracked.of(run_dir)
-        settings = tracked.settings()
+        settings = json.loads((run_dir / "config.json").read_text("utf-8"))
         # As each tracker itself does, which accelerate does not.
         project = os.environ.get(f"{kind.upper()}_PROJECT") or "treegraft"
         with _silent():

@@ -7,8 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import comb
 
-import numpy as np
-
 from treegraft.core.interfaces import Explorer, Restarting
 from treegraft.core.types import (
     BranchCause,
@@ -228,46 +226,3 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
     if rewards:
         metrics["eval/environment_reward"] = _mean(rewards)
     return metrics
-
-
-def paired_gain(before: Sequence[Tree], after: Sequence[Tree]) -> tuple[float, float, float]:
-    """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 %
-    bootstrap interval.
-
-    Tasks are drawn with replacement, each with both of its results, so that a task's difficulty
-    cancels out (Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13: percentile
-    interval).
-
-    Raises:
-        ValueError: the two do not hold the same tasks.
-    """
-    # Here: loading it takes longer than a small evaluation.
-    from scipy import stats
-
-    first = _task_means(before)
-    second = _task_means(after)
-    if not first or first.keys() != second.keys():
-        raise ValueError(
-            f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
-            " sides"
-        )
-    # In one order, so that the seed alone decides which tasks are drawn.
-    differences = np.array([second[task] - first[task] for task in sorted(first)])
-    gain = float(differences.mean())
-    # scipy refuses a single value, which has no spread.
-    if len(differences) == 1:
-        return gain, gain, gain
-    found = stats.bootstrap(
-        (differences,),
-        np.mean,
-        n_resamples=10_000,
-        # In parts, which are those of one draw: that would take 160 kB a task.
-        batch=max(1, (1 << 18) // len(differences)),
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return gain, float(found.low), float(found.high)
-
-
-def _task_means(trees: Sequence[Tree]) -> dict[str, float]:
-    return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}

@@ -26,7 +26,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
-from treegraft.runs.transcript import Decoder, pick_sample, transcript
+from treegraft.runs.transcript import pick_sample, transcript
 
 _NUMBERS: Mapping[str, tuple[str, str]] = {
     "reward": ("reward/mean", "{:.3f}"),
@@ -64,12 +64,12 @@ def _numbers(metrics: Mapping[str, float]) -> list[str]:
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """Returns the evaluation among `metrics` on one line.
 
-    "accuracy 0.415, accuracy_sampled 0.38, gain 0.25, gain_high 0.32, gain_low 0.18, pass_at_4 0.7"
+    "accuracy 0.415, accuracy_sampled 0.38, pass_at_4 0.7"
     """
     parts = []
     for key, value in sorted(metrics.items()):
         name = key.removeprefix("eval/")
-        is_shown = re.fullmatch(r"accuracy|accuracy_sampled|gain\w*|pass_at_\d+", name)
+        is_shown = re.fullmatch(r"accuracy|accuracy_sampled|pass_at_\d+", name)
         # A share of failures is worth a word only if there are any.
         if key != name and (is_shown or (name == "failed_frac" and value)):
             parts.append(f"{name} {value:.3g}")
@@ -83,8 +83,6 @@ class PlainDisplay:
     """A line for each update, evaluation and slow phase, and a trajectory now and then. In a
     terminal a bar below them shows the phase, and the time since the last line."""
 
-    tokenizer: Decoder | None = None
-    """Shows what the format could not read; None shows its length."""
     _sample: Trajectory | None = None
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -139,7 +137,7 @@ class PlainDisplay:
         now = time.monotonic()
         if self._sample and now - self._last_sample_s >= _SAMPLE_EVERY_S:
             self._last_sample_s = now
-            text = transcript(self._sample, self.tokenizer, limit=160)
+            text = transcript(self._sample, limit=160)
             with suppress(OSError):
                 self._console.print(Padding.indent(text, 4))
 
@@ -197,12 +195,6 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
         yield display
     finally:
         display.close()
-
-
-def show_texts(display: Display, tokenizer: Decoder) -> None:
-    """Lets a display of ours show what agents wrote where the format cannot read it."""
-    if isinstance(display, PlainDisplay):
-        display.tokenizer = tokenizer
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
     runs/NAME/
       config.json                       resolved settings
-      objects.json                      the Python objects that they lead to, where there are any
       metrics.jsonl                     one line per update
       trees/update-000012.jsonl.zst     whole trees, advantages and ratios included (`tree_files`)
       trees/eval-000010-greedy.jsonl.zst    the same of an evaluation
@@ -18,8 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +31,6 @@ from treegraft.core.files import (
     storage_fault,
     write_atomically,
 )
-from treegraft.core.given import Record
 from treegraft.core.text import plain
 from treegraft.core.types import Tree
 from treegraft.runs.tree_files import cut_parts, find_part, parts_in
@@ -85,7 +82,6 @@ class RunFolder:
         self.warmup_path = path / "warmup.jsonl"
         self.trees_dir = path / "trees"
         self.checkpoints_dir = path / "checkpoints"
-        self.objects_path = path / "objects.json"
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -138,25 +134,6 @@ class RunFolder:
                 " to. Choose another run.dir.",
                 code="run-not-made",
             )
-
-    def write_objects(self, records: Sequence[Record]) -> None:
-        """Notes which Python objects the settings lead to, where there are any."""
-        if records:
-            text = json.dumps([asdict(one) for one in records], indent=2, ensure_ascii=False)
-            write_atomically(self.objects_path, text + "\n")
-
-    def read_objects(self) -> list[Record]:
-        """Returns what `write_objects` noted. Raises `CheckpointError` for a damaged file."""
-        if not self.objects_path.exists():
-            return []
-        try:
-            return [Record(**one) for one in json.loads(self.objects_path.read_text("utf-8"))]
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"run folder '{self.path}': objects.json is damaged ({error}); expected the list"
-                " that Treegraft wrote. Put it back from a copy.",
-                code="objects-damaged",
-            ) from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -251,11 +228,10 @@ class RunFolder:
         LineFile(self.warmup_path).append(line)
 
     def cut_warmup(self, num_steps: int) -> None:
-        """Removes the evaluations after so many warm-up steps, which come again."""
+        """Removes the evaluations from so many warm-up steps on, which come again."""
         if self.warmup_path.exists():
-            LineFile(self.warmup_path).drop_cut()
             lines = read_metrics(self.path, self.warmup_path.name)
-            kept = [line for line in lines if line.get("warmup/num_steps", 0) <= num_steps]
+            kept = [line for line in lines if line.get("warmup/num_steps", 0) < num_steps]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write_atomically(self.warmup_path, text)
 

@@ -60,9 +60,6 @@ class Recorder:
                 display.warn(text)
             title = f"{self._config.model.path} on {self._config.tasks.kind}"
             display.started(path, title, self._config.run.num_updates)
-            if self._health.standing:
-                standing = ", ".join(self._health.standing)
-                display.note(f"warnings that stood when the run stopped: {standing}")
             yield
 
     def update(self, number: int, trees: Sequence[Tree]) -> None:
@@ -96,7 +93,7 @@ class Recorder:
     def metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Writes a line of metrics, with the warnings that stand after it."""
         full = {**metrics, "policy_version": float(update)}
-        found, began, over = self._health.take({"update": update, **full})
+        found, began = self._health.take({"update": update, **full})
         # In the line, so that the viewer and a resumed run see the same warnings.
         full |= {warning.key: warning.value for warning in found}
         self._folder.append_metrics(update, full)
@@ -108,9 +105,3 @@ class Recorder:
             self.display.update(update, self._config.run.num_updates, full)
         for warning in began:
             self.display.warn(explained(warning, update))
-        for text in over:
-            self.display.note(text)
-
-    def finish(self) -> None:
-        """Gives trackers the last metrics."""
-        self._trackers.finish(self.latest)

@@ -1,21 +1,20 @@
 """Going on with a run: its newest checkpoint, and whether all that it depends on is as it was.
 
-Beside a checkpoint a resumed run depends on metrics so far, the evaluation before the first update,
-trees to be replayed, the reference of the KL term, the Step-Trace Buffer, the demonstrations and
-the tasks. A checkpoint holds a checksum of each, so that nothing of it changes unseen between the
-end of one process and the start of the next.
+Beside a checkpoint a resumed run depends on metrics so far, trees to be replayed, the reference of
+the KL term, the Step-Trace Buffer, the demonstrations, the tasks and the Python objects that the
+settings lead to. A checkpoint holds a checksum of each, so that nothing of it changes unseen
+between the end of one process and the start of the next.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum, storage_fault
-from treegraft.core.given import GIVEN, GivenObjects, Record
 from treegraft.runs.checkpoint import (
     TrainState,
     latest_checkpoint,
@@ -52,34 +51,34 @@ class Resumed:
     """What the user is told when the run begins, one sentence each."""
 
 
-def resumed(
-    run_dir: Path, config: Source | None, given: GivenObjects, *, accepts_changes: bool
-) -> Resumed:
+def resumed(run_dir: Path, config: Source | None, *, accepts_changes: bool) -> Resumed:
     """Returns where a run goes on: at its latest checkpoint, or at its beginning if it has none.
 
     Args:
         config: the settings it was started with; only those declared as resumable may differ. None
             takes its own.
-        given: the Python objects that the settings lead to.
         accepts_changes: go on although metrics, evaluations or the buffer have changed since the
             checkpoint was written.
 
     Raises:
-        SettingError: the run was begun with Python objects, and one of them is missing.
         CheckpointError: no run folder, a damaged checkpoint, other settings, or something else that
             has changed.
     """
     own = own_config(run_dir)
     settings = _resumed_settings(run_dir, own, config)
     folder = RunFolder.open(run_dir)
-    notices = _changed_objects(folder.read_objects(), given, run_dir)
     # Before anything is read or tidied: another process may be writing a checkpoint.
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
         checkpoint = latest_checkpoint(folder.checkpoints_dir)
         state = TrainState.fresh()
-        notices += _of_the_beginning(folder, checkpoint)
+        notices = []
+        if checkpoint is None and folder.metrics_size():
+            notices.append(
+                f"{run_dir} has no checkpoint; the run begins anew, and its metrics and trees so"
+                " far are removed"
+            )
         if checkpoint is not None:
             state = read_state(checkpoint)
             _refuse_short(folder, state, checkpoint)
@@ -134,38 +133,6 @@ def _resumed_settings(run_dir: Path, own: Config, config: Source | None) -> Conf
     return settings
 
 
-def _changed_objects(noted: Sequence[Record], now: GivenObjects, run_dir: Path) -> list[str]:
-    """Returns a sentence for each object whose source has changed since it was noted.
-
-    Raises:
-        SettingError: an object that the settings lead to was not given again.
-    """
-    present = {record.name: record for record in now.records}
-    missing = [one for one in noted if one.name.startswith(GIVEN) and one.name not in present]
-    if missing:
-        asked = ", ".join(f"{one.argument}= ({one.qualified})" for one in missing)
-        raise SettingError(
-            f"run folder '{run_dir}' was begun with Python objects, which it cannot keep; expected"
-            f" the same ones again: {asked}. Call treegraft.train(resume=..., ...) with them.",
-            code="objects-not-given",
-        )
-    return [
-        f"'{one.qualified}' ({one.argument}=) has changed since the run began, so what follows may"
-        " differ from an uninterrupted run"
-        for one in noted
-        if one.name in present and present[one.name].checksum != one.checksum
-    ]
-
-
-def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[str]:
-    """What is lost where a run without a checkpoint begins anew."""
-    if checkpoint is None and folder.metrics_size():
-        yield (
-            f"{folder.path} has no checkpoint; the run begins anew, and its metrics and trees so"
-            " far are removed"
-        )
-
-
 def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()) -> dict[str, str]:
     """Returns the checksums of what a run folder holds and a resume depends on; of metrics.jsonl
     that of the beginning that the state has seen.
@@ -181,9 +148,7 @@ def folder_inputs(run_dir: Path, state: TrainState, replayed: Iterable[str] = ()
         name = path.relative_to(run_dir).as_posix()
         found[name] = _checksum(path, facts.st_size, facts.st_mtime_ns)
     for part in parts_in(run_dir / "trees"):
-        # The gain since the start compares the last evaluation with this one.
-        is_start = part.update == 0 and part.kind != "update" and is_begun
-        if is_start or part.label in replayed:
+        if part.label in replayed:
             found[part.label] = part.checksum()
     if state.metrics_size:
         # Of the beginning alone: what follows belongs to updates that are repeated.

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from treegraft.core.errors import DataError, EngineError, SettingError, StorageError
+from treegraft.core.errors import SettingError, StorageError
 from treegraft.core.files import free_name, storage_fault, write_atomically
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
@@ -28,7 +28,6 @@ from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.recorder import Recorder
 from treegraft.runs.result import RunResult, latest_of
 from treegraft.runs.resume import Resumed, changes, folder_inputs, refuse_changed, resumed
-from treegraft.runs.tree_files import find_part
 from treegraft.runs.trust import remember
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, load_config
@@ -135,7 +134,7 @@ class Run:
             TreegraftError: bad input, see `runs.resume.resumed`; nothing has been written then.
         """
         if resume is not None:
-            found = resumed(Path(resume), source, given, accepts_changes=accepts_changes)
+            found = resumed(Path(resume), source, accepts_changes=accepts_changes)
         elif accepts_changes:
             raise SettingError(
                 "accepts_changes: got True for a new run; expected a run to resume. Leave it out.",
@@ -249,14 +248,15 @@ class Run:
             folder = RunFolder.create(self.path, config_json(self.config), is_named=is_named)
             # Another process could resume a folder that is there and not claimed.
             folder.claim()
-            folder.write_objects(self.given.records)
             self.path = folder.path
         else:
             folder = self.folder
             # -1: without a checkpoint even the evaluation before the first update is repeated.
             update = -1 if self.checkpoint is None else self.state.update
             folder.cut_to(update, self.state.metrics_size, is_closed=self.state.is_closed)
-            folder.cut_warmup(self.state.warmup_steps)
+            # The evaluation at this step comes again, unless updates have begun.
+            if not (self.state.update or self.state.is_closed):
+                folder.cut_warmup(self.state.warmup_steps)
             write_atomically(self.path / "config.json", config_json(self.config))
             remember(self.path / "config.json")
         self.folder = folder
@@ -272,11 +272,7 @@ class Run:
     def _told_ends(self) -> Iterator[None]:
         """Tells how to go on, where the block does not come to its end."""
         try:
-            try:
-                yield
-            except EngineError:
-                self._try_to_save()
-                raise
+            yield
         except Interrupted as error:
             # Raised at safe points only, so that the state is whole.
             self._save_with_others()
@@ -306,16 +302,6 @@ class Run:
                 ) from error
             raise
 
-    def _try_to_save(self) -> None:
-        """Saves the state after a failure of the engine, unless the weights are ahead of it.
-        Whatever keeps it from being saved, the engine's error is the one to show."""
-        if self._session.is_syncing or self._session.update != self.state.update:
-            return
-        try:
-            self._save_with_others()
-        except Exception as fault:
-            self.display.warn(f"the state could not be saved: {fault}")
-
     def _save_with_others(self) -> None:
         """Saves, with the help of the other ranks, which wait for what comes next."""
         # After a checkpoint the signal may come before anything has changed.
@@ -334,7 +320,6 @@ class Run:
             return self._already_finished()
         self.save()
         self.team.share(None)
-        self.recorder.finish()
         place = self._own.checkpoints_dir / checkpoint_name(self.state)
         return self._finished(place, self.recorder.latest)
 
@@ -377,8 +362,7 @@ class Run:
         self.stop.raise_if_asked()
 
     def is_warm_up_evaluation_due(self) -> bool:
-        """Returns whether the held-out tasks are to be evaluated after the present warm-up step and
-        are not yet: warmup.jsonl has no line of it."""
+        """Returns whether the held-out tasks are to be evaluated after the present warm-up step."""
         return bool(self.team.share(self._is_warm_up_evaluation_due()))
 
     def _is_warm_up_evaluation_due(self) -> bool:
@@ -386,20 +370,9 @@ class Run:
         done = self.state.warmup_steps
         if self.state.update or self.state.is_closed or not settings.eval_every:
             return False
-        is_due = done == settings.num_steps or done % settings.eval_every == 0
-        if not is_due or (done == 0 and not self.config.eval.at_start):
-            return False
-        # An evaluation before the first update is that at the end of the warm-up.
-        if done == settings.num_steps and self.command != "sft" and self.is_evaluation_due():
-            return False
-        return not self._has_warm_up_line()
-
-    def _has_warm_up_line(self) -> bool:
-        if not self._own.warmup_path.exists():
-            return False
-        lines = read_metrics(self.path, self._own.warmup_path.name)
-        done = self.state.warmup_steps
-        return any(line.get("warmup/num_steps", 0) == done for line in lines)
+        if done == 0:
+            return self.config.eval.at_start
+        return done == settings.num_steps or done % settings.eval_every == 0
 
     def log_warm_up(self, evaluation: Any) -> None:
         """Writes the evaluation after a warm-up step, with what has been spent so far."""
@@ -485,31 +458,8 @@ class Run:
         metrics: dict[str, float] = evaluation.metrics
         for kind, trees in evaluation.passes.items():
             self.recorder.trees(number, trees, kind)
-        if number == 0 and self.is_at_end_of_warm_up() and not self._has_warm_up_line():
-            self._own.append_warmup({**self.state.pending, **metrics})
-        if self.is_over:
-            metrics |= self._gain_since_start(evaluation)
         self.display.evaluated(f"update {number}" if number else "start", metrics)
         return metrics | {"time/eval_s": evaluation.seconds}
-
-    def is_at_end_of_warm_up(self) -> bool:
-        """Returns whether a warm-up with evaluations has just ended."""
-        settings = self.config.warmup
-        done = self.state.warmup_steps
-        is_due = bool(settings.eval_every) and done == settings.num_steps
-        return is_due and (done > 0 or self.config.eval.at_start)
-
-    def _gain_since_start(self, evaluation: Any) -> dict[str, float]:
-        """How much better the end is than the start, where both were recorded."""
-        metrics: dict[str, float] = {}
-        for kind in evaluation.passes:
-            part = find_part(self._own.trees_path(0, kind))
-            if part is not None and self.state.update > 0:
-                try:
-                    metrics |= evaluation.gain(kind, [*part.trees()])
-                except (DataError, ValueError) as error:
-                    self.display.warn(f"{error}: the gain since the start is not known")
-        return metrics
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,18 +60,13 @@ class Tracked:
         data = {"id": self.id, "updates": self.updates}
         write_atomically(self.run_dir / "trackers.json", json.dumps(data, indent=1) + "\n")
 
-    def settings(self) -> dict[str, Any]:
-        """Returns the run's resolved settings, as tables."""
-        settings: dict[str, Any] = json.loads((self.run_dir / "config.json").read_text("utf-8"))
-        return settings
-
 
 # --- from names and callbacks to trackers ---------------------------------------------------------
 
 Maker = Callable[[Path], Tracker]
 """Makes a tracker from the path of the run folder."""
 SETTING = "track.trackers"
-_METHODS = ("log", "sample", "warn", "finish", "close")
+_METHODS = ("log", "sample", "warn", "close")
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
@@ -126,39 +122,22 @@ def as_trackers(callbacks: Sequence[Any]) -> dict[str, Maker]:
                 f" metrics), or an object with some of the methods {', '.join(_METHODS)}.",
                 code="callback-invalid",
             )
-        tracker = callback if has_methods else SimpleNamespace(log=callback)
+        tracker: Any = callback if has_methods else SimpleNamespace(log=callback)
         name = f"callback {getattr(callback, '__name__', type(callback).__name__)}"
         if name in makers:
             name = f"{name} {number}"
-        makers[name] = partial(_given, tracker)
+        makers[name] = partial(lambda tracker, run_dir: tracker, tracker)
     return makers
 
 
-def _given(tracker: Any, run_dir: Path) -> Any:
-    return tracker
-
-
 # --- the trackers of a run ------------------------------------------------------------------------
-
-Entry = tuple[int, Mapping[str, float], Sequence[HealthWarning]]
-
-
-@dataclass(slots=True)
-class _Member:
-    """One tracker."""
-
-    name: str
-    maker: Maker
-    tracker: Any = None
-    """None before it could be made."""
-    is_failing: bool = False
 
 
 class Trackers:
     """The trackers of a run.
 
     Each gets every update once, whether the run is resumed or not. One that fails is named in a
-    sentence and tried again with each later update, with all that it has missed.
+    sentence, and left alone until the run is resumed.
     """
 
     def __init__(
@@ -177,96 +156,71 @@ class Trackers:
             SettingError: a tracker of the user's own cannot be called or lacks a method.
             CheckpointError: `trackers.json` is damaged.
         """
-        self._run_dir = run_dir
         self._warn = warn
-        self._note = note
+        self._trackers: dict[str, Any] = {}
+        """By name, without those that have failed."""
         self.wants_end = False
         """Whether one has answered an update of this process with False."""
-        self._entries: list[Entry] = []
-        """All updates so far, for a tracker that lacks some."""
-        self._members = [_Member(name, maker) for name, maker in makers.items()]
-        if not self._members:
+        if not makers:
             return
         self._tracked = Tracked.of(run_dir)
         self._tracked.write()
+        for name, maker in makers.items():
+            with self._guarding(name):
+                self._trackers[name] = maker(run_dir)
+                if place := getattr(self._trackers[name], "place", ""):
+                    note(f"{name}: {plain(place)}")
         for line in history:
             metrics = dict(line)
-            self._entries.append((int(metrics.pop("update")), metrics, ()))
-        for member in self._members:
-            self._try(member, self._catch_up)
+            self.log(int(metrics.pop("update")), metrics, ())
         # Answers to updates of an earlier process ended that process.
         self.wants_end = False
 
     def sample(self, update: int, trees: Sequence[Tree]) -> None:
         """Hands over the trees of an update that is learned."""
-        for member in self._members:
-            if not self._has_had(member, update):
-                self._try(member, lambda m: _call(m.tracker, "sample", update, trees))
+        for name in self._lacking(update):
+            self._call(name, "sample", update, trees)
 
     def log(
         self, update: int, metrics: Mapping[str, float], warnings: Sequence[HealthWarning]
     ) -> None:
         """Hands over the metrics of an update, and the warnings that begin with it."""
-        if self._members:
-            self._entries.append((update, metrics, warnings))
-        for member in self._members:
-            self._try(member, self._catch_up)
-
-    def finish(self, latest: Mapping[str, float]) -> None:
-        """Hands over the latest value of every metric at the end of a run that has done its
-        work."""
-        for member in self._members:
-            # The last chance for what was missed.
-            self._try(member, self._catch_up)
-            self._try(member, lambda m: _call(m.tracker, "finish", latest))
+        for name in self._lacking(update):
+            if self._call(name, "log", update, metrics) is False:
+                self.wants_end = True
+            # Only once `log` has returned: a resumed run sends an update that failed again.
+            if name in self._trackers:
+                self._tracked.updates[name] = update
+                self._tracked.write()
+            for warning in warnings:
+                self._call(name, "warn", update, warning.name, explained(warning, update))
 
     def close(self) -> None:
         """Closes them all; never raises."""
-        for member in self._members:
-            if member.tracker is not None:
-                self._try(member, lambda m: _call(m.tracker, "close"))
+        for name in [*self._trackers]:
+            self._call(name, "close")
 
-    def _has_had(self, member: _Member, update: int) -> bool:
-        return update <= self._tracked.updates.get(member.name, -1)
+    def _lacking(self, update: int) -> list[str]:
+        """The trackers that have not had an update: a resumed run repeats some, which are equal."""
+        return [name for name in self._trackers if update > self._tracked.updates.get(name, -1)]
 
-    def _catch_up(self, member: _Member) -> None:
-        for update, metrics, warnings in self._entries:
-            # A resumed run repeats updates; the repetitions are equal.
-            if self._has_had(member, update):
-                continue
-            if _call(member.tracker, "log", update, metrics) is False:
-                self.wants_end = True
-            # Only once `log` has returned: an update that failed is sent again.
-            self._tracked.updates[member.name] = update
-            self._tracked.write()
-            for warning in warnings:
-                _call(member.tracker, "warn", update, warning.name, explained(warning, update))
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """The answer of a method, which a tracker may lack."""
+        found = getattr(self._trackers.get(name), method, None)
+        with self._guarding(name):
+            return None if found is None else found(*arguments)
 
-    def _try(self, member: _Member, work: Callable[[_Member], None]) -> None:
+    @contextmanager
+    def _guarding(self, name: str) -> Iterator[None]:
         try:
-            if member.tracker is None:
-                member.tracker = member.maker(self._run_dir)
-                if place := getattr(member.tracker, "place", ""):
-                    self._note(f"{member.name}: {plain(place)}")
-            work(member)
+            yield
         except SettingError:
             raise
         # Whatever a tracker of others raises: no network, no login, a full disk at its side.
         except Exception as error:
-            if not member.is_failing:
-                text = plain(str(error).strip().partition("\n")[0], 300)
-                self._warn(
-                    f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
-                    " on, metrics.jsonl has everything, and later updates try again"
-                )
-            member.is_failing = True
-            return
-        if member.is_failing:
-            member.is_failing = False
-            self._note(f"tracker '{member.name}' works again and has all updates")
-
-
-def _call(tracker: Any, method: str, *arguments: Any) -> Any:
-    """Calls a method that a tracker may lack."""
-    found = getattr(tracker, method, None)
-    return None if found is None else found(*arguments)
+            self._trackers.pop(name, None)
+            text = plain(str(error).strip().partition("\n")[0], 300)
+            self._warn(
+                f"tracker '{name}' failed ({type(error).__name__}: {text}); the run goes on"
+                " without it, metrics.jsonl has everything, and a resumed run sends what it lacks"
+            )
