@@ -261,6 +261,20 @@ def test_without_a_server_left_the_engine_has_died(tmp_path: Path) -> None:
         run(servers, tmp_path, work)
 
 
+def test_an_answer_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treegraft.policy.engine.vllm.server.ANSWER_BYTES", 40_000)
+
+    async def work(engine: VllmEngine) -> None:
+        servers[0].padding = 20_000
+        await ask(engine, 0)
+        servers[0].padding = 50_000
+        with raises_code("request-failed-often"):
+            await ask(engine, 0)
+
+    with fakes(MODEL) as servers:
+        run(servers, tmp_path, work)
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     async def work(engine: VllmEngine) -> None:
         await engine.publish(ModelWeights(OTHER.state_dict()), 1)

@@ -49,6 +49,8 @@ class FakeVllm:
         self.hangs = False
         self.fail_next = 0
         """Requests that are answered with an error of the server's."""
+        self.padding = 0
+        """Bytes that replies have too many."""
         self.skip_loads = False
         """Keep the old weights where new ones are to be loaded."""
         self.most_at_once = 0
@@ -154,7 +156,7 @@ class FakeVllm:
             choice = await self._write(body["token_ids"], body["sampling_params"])
         finally:
             self.num_running -= 1
-        return JSONResponse({"choices": [choice]})
+        return JSONResponse({"choices": [choice], "id": "x" * self.padding})
 
     async def _write(self, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         """One choice of a reply, drawn by a generator that begins anew with each request."""

@@ -64,7 +64,7 @@ class Dialect:
 class TemplateRefusal(SettingError):
     """A chat template that the chat format cannot use."""
 
-    def __init__(self, reason: str, code: str = "template-invalid") -> None:
+    def __init__(self, reason: str, *, code: str) -> None:
         """Args:
         reason: what is wrong, without advice.
         """
@@ -376,4 +376,6 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _refusal(reason: str) -> TemplateRefusal:
-    return TemplateRefusal(f"the model's chat template cannot be used, since {reason}")
+    return TemplateRefusal(
+        f"the model's chat template cannot be used, since {reason}", code="template-invalid"
+    )

@@ -21,6 +21,8 @@ from treegraft.core.errors import EngineError
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a question that needs no computing."""
+ANSWER_BYTES = 1 << 28
+"""Largest answer. A token takes at most 4,096 bytes, so it has room for 65,000 tokens."""
 TAIL_LINES = 15
 _STOP_S = 20.0
 """Time that the launcher gets to end its server, in seconds; it needs 17 at most."""
@@ -162,9 +164,17 @@ class Server:
             raise Unreachable(f"{self} did not answer {path} in JSON: {error}") from error
 
     async def _answer(self, method: str, path: str, body: Any, timeout_s: float | None) -> bytes:
+        found = bytearray()
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, f"{self.url}{path}", json=body)
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(method, f"{self.url}{path}", json=body) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    found += piece
+                    # A server that is no vLLM may answer without end.
+                    if len(found) > ANSWER_BYTES:
+                        raise Unreachable(f"{self} answered {path} with over {ANSWER_BYTES} bytes")
         except TimeoutError as error:
             if timeout_s is None:
                 raise
@@ -172,8 +182,8 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self} did not answer {path}: {type(error).__name__}") from error
         if response.status_code == 200:
-            return response.content
-        said = " ".join(response.text[:600].split())
+            return bytes(found)
+        said = " ".join(found[:600].decode(errors="replace").split())
         if response.status_code >= 500:
             raise Unreachable(f"{self} answered {path} with {response.status_code}: {said}")
         raise EngineError(
