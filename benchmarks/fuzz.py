@@ -123,7 +123,8 @@ def data(draw: random.Random, folder: Path, _: Path) -> Ended:
     name = draw.choice(DATA)
     damage(folder / name, drawn(draw, name))
     settings = [f"rollout.{key}={value}" for key, value in NO_TOOLS.items()]
-    return ended("eval", "file", str(folder / "a"), str(folder / name), *settings)
+    settings += ["tasks.kind=dataset", f'tasks.dataset.eval=["{folder / name}"]']
+    return ended("eval", str(folder / "a"), *settings)
 
 
 def of_run(names: tuple[str, ...]) -> Callable[[random.Random, Path, Path], Ended]:

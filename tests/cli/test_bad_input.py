@@ -179,7 +179,7 @@ def test_model_folders_that_cannot_be_used(
             {"engine": {"kind": "tests.cli.test_bad_input:Broken"}},
             ("raised TypeError", "test_bad_input.py, line", "mend it there"),
         ),
-        ({"learn": {"lrr": 1}}, ("learn.lrr", "begin anew from the recipe")),
+        ({"learn": {"lrr": 1}}, ("learn.lrr", "Did you mean 'learn.lr'?")),
         ({"track": {"trackers": ["no.such:Tracker"]}}, ("no.such:Tracker", "no module")),
         ({"explore": {"explorers": ["no.such:Explorer"]}}, ("no.such:Explorer", "no module")),
         ({"warmup": {"traces": "/nowhere/traces.jsonl"}}, ("/nowhere/traces.jsonl", "no file")),
@@ -394,7 +394,8 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     assert (
         code == 3
         and f"run folder '{foreign}'" in text
-        and "the setting 'model_type', which this version" in text
+        and "model_type" in text
+        and "begin anew from the recipe" in text
     )
     code, text = treegraft("eval", foreign)
     assert (

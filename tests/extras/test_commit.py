@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.extras.test_retries import retried, retries_of
 from tests.rollout.test_growth import grow, make
 from tests.rollout.test_loop import ANSWER, SEARCH, search
-from tests.support.error_codes import raises_code
 from tests.support.families import build_model, byte_tokenizer, word_tokenizer
 from tests.support.slow_learner import distance, make_learner
 from tests.support.trees import Part, build_tree
@@ -38,7 +37,6 @@ from treegraft.explore.build import build_explorer
 from treegraft.extras.methods.commit import CommitBranching, CommitSettings
 from treegraft.policy.learn.pack import num_imitated_tokens
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.settings.contradictions import check, refuse
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import LossSettings
 from treegraft.tools.function import FunctionTool
@@ -347,13 +345,3 @@ def test_half_of_its_starts_may_graft() -> None:
     explorer: Any = build_explorer(explore, vocab_size=2)
     assert explorer.starts(16).num == explore.commit.num_starts == 4
     assert [number for number in range(4) if explorer.is_hybrid(number)] == [2, 3]
-
-
-def test_a_tool_has_to_be_there() -> None:
-    config = load_config({"explore": {"explorers": ["commit"]}})
-    explorer = build_explorer(config.explore, vocab_size=2)
-    assert check(config, explorer, [FunctionTool(search)], None) == []
-    [none] = check(config, explorer, [], None)
-    assert none.settings == ("explore.explorers", "tools.use")
-    with raises_code("settings-contradict", "explore.explorers"):
-        refuse([none])

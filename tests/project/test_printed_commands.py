@@ -58,7 +58,6 @@ ELSEWHERE = {
     r"python -m studies\.pruning": "tests/project/test_pruning.py prunes",
     r"treegraft buffer build papers/": "needs a model of 7B; test_build_traces.py builds",
     r"treegraft buffer build .*agent=http": "needs a server; test_build_traces.py has one",
-    r"treegraft buffer build .*agent=runs": "a tiny agent keeps nothing; see test_build_traces.py",
     r"treegraft study .* --out mine --table": "shows runs of hours; those of the clone are shown",
     r"treegraft --install-completion": "writes into the shell's start file",
     r"treegraft config explore\.half": "a page's extension; tests/project/test_readme.py loads it",

@@ -132,7 +132,6 @@ def test_no_text_stops_a_rule(text: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "about"),
     [
-        ({"answer": "whole", "require_boxed": True}, "format.require_boxed"),
         ({"answer": "regex"}, "format.answer_pattern"),
         ({"answer": "regex", "answer_pattern": "("}, "format.answer_pattern"),
     ],

@@ -163,7 +163,8 @@ def commands_for(name: str, folder: Path) -> list[list[str]]:
     run = str(folder / "a")
     if name in DATA_FILES:
         # The world's tool answers no questions of a file.
-        return [["eval", "file", run, str(folder / name), "rollout.max_tool_calls=0"]]
+        rows = f'tasks.dataset.eval=["{folder / name}"]'
+        return [["eval", run, "tasks.kind=dataset", rows, "rollout.max_tool_calls=0"]]
     if name in EVAL_FILES:
         again = ["eval", "suite", run, f"gsm8k={folder / 'rows.jsonl'}", "--into"]
         both = [str(folder / "first"), str(folder / "second")]

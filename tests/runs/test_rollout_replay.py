@@ -184,14 +184,6 @@ def test_without_the_setting_nothing_is_kept(tmp_path: Path) -> None:
             },
             "track.record_trees",
         ),
-        (
-            {
-                "replay": {"fresh_frac": 0.9},
-                "loss": {"old_logprobs": "engine"},
-                "run": {"tasks_per_update": 4},
-            },
-            "replay.fresh_frac",
-        ),
     ],
 )
 def test_settings_that_replay_needs(data: dict[str, Any], about: str) -> None:

@@ -635,7 +635,7 @@ def test_a_judge_is_not_asked_before_there_are_trees_and_loses_nothing(tmp_path:
     async def judge(completions: Sequence[str], **_: Any) -> list[float]:  # type: ignore[no-redef]
         return brief(completions)
 
-    done = train(resume=tmp_path / "a", rewards=judge, display=False)
+    done = train(resume=tmp_path / "a", rewards=judge, display=False, accepts_changes=True)
     whole = run(tmp_path / "whole", settings, rewards=judge)
     for key, value in whole.metrics.items():
         assert is_timing(key) or done.metrics[key] == value, key

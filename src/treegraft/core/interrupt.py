@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -75,6 +76,11 @@ def _handling(
             signal.signal(one, old)
 
 
+_SWALLOWED: list[int] = []
+"""The signal that `others_as_ctrl_c` got. Where its exception meets a callback of the garbage
+collector, Python prints it and goes on; the next `Stop` then asks for the end."""
+
+
 @contextmanager
 def others_as_ctrl_c() -> Iterator[None]:
     """Lets SIGTERM, SIGHUP and SIGUSR1 do what Ctrl-C would do, for the time of the block.
@@ -82,7 +88,8 @@ def others_as_ctrl_c() -> Iterator[None]:
     Raises:
         Ended: in place of a KeyboardInterrupt that one of them has caused.
     """
-    got: list[int] = []
+    got = _SWALLOWED
+    got.clear()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # A second one would break off what the first one has begun to end.
@@ -95,6 +102,14 @@ def others_as_ctrl_c() -> Iterator[None]:
             raise Ended(number)
         handler(signal.SIGINT, frame)
 
+    def on_lost(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            hook(lost)
+        elif not got:
+            got.append(signal.SIGINT)
+
+    hook = sys.unraisablehook
+    sys.unraisablehook = on_lost
     with _handling(OTHERS, on_signal):
         try:
             yield
@@ -102,6 +117,9 @@ def others_as_ctrl_c() -> Iterator[None]:
             if isinstance(error, Ended) or not got:
                 raise
             raise Ended(got[0]) from error
+        finally:
+            got.clear()
+            sys.unraisablehook = hook
 
 
 class Stop:
@@ -171,6 +189,8 @@ class Stop:
 
         # Not the event loop's handler, which waits while a warm-up or a backward pass runs.
         with _handling((signal.SIGINT, *OTHERS), on_signal):
+            if _SWALLOWED:
+                on_signal(_SWALLOWED[0], None)
             yield
 
     def wait(

@@ -43,7 +43,9 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     except (SettingError, OSError, RecursionError) as error:
         if getattr(error, "code", "") == "unknown-setting":
             raise CheckpointError(
-                f"run folder '{run_dir}': {error}", code="run-other-version"
+                f"run folder '{run_dir}': {error} Go on with the version that wrote it, or begin"
+                " anew from the recipe.",
+                code="run-other-version",
             ) from error
         first, *more = str(error).splitlines()
         others = f" and {len(more)} more" if more else ""

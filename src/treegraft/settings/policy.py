@@ -153,7 +153,7 @@ class VllmSettings(Settings):
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
     gpus: list[str] = setting([], acts="nothing", idle_unless=(_starts_servers,), same_answers=True)
     """The servers to start, each by its CUDA_VISIBLE_DEVICES: ["1", "2,3"] starts one on a GPU and
-    one on two; an empty text leaves the variable as it is. Without entries one server starts."""
+    one on two; an empty text leaves all GPUs visible. Without entries one server starts."""
     entropies: Literal["top_k", "measured"] = setting("top_k")
     """"top_k": entropies are sums over the 20 most likely tokens, a lower bound (docs/serving.md
     has what they lack). "measured": a kernel of ours in vLLM's V2 runner, on GPUs alone, reports
