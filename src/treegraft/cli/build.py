@@ -51,6 +51,7 @@ def build(
     from treegraft.settings.load import load_config, refuse_foreign
     from treegraft.traces.fill import BufferBuild
 
+    # Without OUT, the first setting stands in its place.
     places, typed = split_overrides([out] if out else [])
     typed += overrides or []
     refuse_foreign(typed, COMMAND)
@@ -78,6 +79,7 @@ def _fill(work: BufferBuild, min_reward: float, out: Path, as_json: bool) -> Non
             to_stderr=True,
         )
         raise Ended(work.stopped_by)
+    # An empty buffer would end the training that is to use it.
     if not report.num_kept and not report.num_skipped:
         raise EngineError(
             f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
@@ -91,6 +93,7 @@ def _out_of(config: Config) -> Path:
     from treegraft.settings.explore import MADE_BY_RUN
 
     path = config.buffer.path
+    # Those are made by a run, or are read alone.
     if path in ("", *MADE_BY_RUN) or path.endswith(".jsonl"):
         raise SettingError(
             f"command line: OUT: got none, and the recipe's buffer.path is '{path}'; expected the"

@@ -45,6 +45,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns (files and names, settings to change) of these words, each in order; a file whose
     name holds "=" is written as ./a=b."""
     parts: tuple[list[str], list[str]] = ([], [])
+    # A path may have "=" in it, a setting's name no slash.
     for word in words:
         name, equals, _ = word.partition("=")
         parts[bool(equals) and "/" not in name].append(word)
@@ -67,6 +68,7 @@ def settings_alone(
     from treegraft.settings.load import load_config
 
     for override in overrides:
+        # Said, since an override without effect may be believed to have one.
         if override.partition("=")[0].strip() not in known:
             raise SettingError(
                 f"command line: '{override}' would have no effect: `treegraft {command}` takes"
@@ -83,6 +85,7 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
         where: the condition, such as "without --text".
         names: options and arguments as a person types them.
     """
+    # Asked of typer: a default that was typed counts as typed.
     for parameter in context.command.params:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
         source = context.get_parameter_source(parameter.name or "")
@@ -99,6 +102,7 @@ def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    # As `Text`, so that brackets in names are no markup.
     Console(stderr=to_stderr).print(Text(plain(text), style), soft_wrap=True)
 
 
@@ -110,6 +114,7 @@ def print_rows(title: str, rows: Mapping[str, str]) -> None:
     say(title, "bold")
     shown = table(show_header=False)
     shown.add_column(no_wrap=True, style="dim")
+    # Folded, not cut: values are often paths.
     shown.add_column(overflow="fold")
     for name, value in rows.items():
         shown.add_row(Text(name), Text(value))
@@ -125,6 +130,7 @@ def print_facts(title: str, facts: Mapping[str, Any], as_json: bool) -> None:
     for name, value in facts.items():
         entries = value if isinstance(value, Mapping) else {"": value}
         for key, entry in entries.items():
+            # "num_traces" reads as "traces".
             row = f"{name.removeprefix('num_').replace('_', ' ')} {key}"
             rows[plain(row, 200).strip()] = plain(str(entry), 400)
     print_rows(title, rows)
@@ -182,6 +188,7 @@ def agent_of(
                 code="recipe-twice",
             )
         return None, load_config(run, typed)
+    # A model in a Python package is named, not found on the disk.
     place = run if run.startswith("pypi:") else Path(run)
     return place, None if recipe is None else load_config(recipe, typed)
 
@@ -215,6 +222,7 @@ def _settings(
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config, refuse_foreign
 
+    # First: `max_steps=10` of another framework would only be called unknown.
     refuse_foreign(overrides, command)
     if recipe is not None:
         return load_config(recipe, overrides, smoke=smoke)
@@ -280,6 +288,7 @@ def run_command(work: Callable[..., object]) -> Callable[..., None]:
             said = traced(error, recipe or str(resume), typed)
             raise type(error)(said, code=error.code, settings=error.settings) from error
 
+    # Typer makes name and help of the command from these.
     command.__name__ = work.__name__
     command.__doc__ = work.__doc__
     return command

@@ -44,6 +44,7 @@ REQUIRED = [
     "starlette",
     "uvicorn",
 ]
+# Later versions of Python read zstd themselves.
 if sys.version_info < (3, 14):
     REQUIRED.append("backports.zstd")
 MODELS = {
@@ -81,6 +82,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("bubblewrap", shutil.which("bwrap") or "not installed", note=note)
     note = "of the kernels; without one, sampling and learning are slower"
     yield Finding("C compiler", find_compiler() or "none", note=note)
+    # A build of torch for CPUs beside a GPU is a common mistake.
     cards = gpus()
     is_unused = bool(cards) and "+cpu" in (_version("torch") or "")
     note = "the installed torch is a CPU build" if is_unused else ""
@@ -91,6 +93,7 @@ def missing_files(config: Config) -> Iterator[Finding]:
     """Returns the files that a recipe names and that cannot be read."""
     wanted = []
     if config.tasks.kind == "dataset":
+        # All of them: a missing evaluation file would end the run hours later.
         data = config.tasks.dataset
         wanted += [("tasks.dataset", name) for name in (*data.train, *data.eval)]
     if config.warmup.num_steps and config.warmup.traces not in ("expert", "buffer"):
@@ -148,6 +151,7 @@ def examine(config: Config | None, num_gpus: int | None = None) -> Examination:
     # The latter if a package that reads the weights is not installed.
     except (ModelError, SettingError) as error:
         needs.append(Finding("model.path", config.model.path, False, str(error)))
+    # Even if some are missing: the list says what to correct.
     found.sections["needs of the recipe"] = needs
     if all(one.is_good or one.name == "memory" for one in needs):
         # Without weights, which may not be here yet and need no check.
@@ -166,6 +170,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with Parts.build(config, needs="prompts") as setup:
             findings += [Finding("note", text, is_doubtful=True) for text in setup.notes]
             preflight = Preflight(setup)
+            # Every prompt is made once, so that none is found too long in the middle of a run.
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
             await setup.try_rewards(setup.train_tasks)
             shown = None
@@ -173,6 +178,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
                 shown = trial.shown
                 note = f"branches: {trial.capability}; tools: {', '.join(trial.tools)}"
                 findings.append(Finding("environment", config.environment.kind, note=note))
+            # The expert's calls are played in the environment, as a warm-up would.
             if setup.show is not None:
                 for task in setup.train_tasks[:1]:
                     if steps := solution(setup.source, task, 0):
@@ -180,6 +186,7 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
             findings += await preflight.findings()
             found.sample = preflight.sample(shown)
     except TreegraftError as error:
+        # The first fault alone: later parts are built of earlier ones.
         findings.append(Finding("setup", "cannot be made", False, str(error)))
 
 

@@ -39,6 +39,7 @@ class _Evaluations(Plugged):
         return super().resolve_command(ctx, self._named(args))
 
     def _named(self, args: list[str]) -> list[str]:
+        # `treegraft eval RUN` has no name of a command, and typer wants one.
         return args if args and args[0] in self.list_commands(None) else [_OWN, *args]
 
 
@@ -89,6 +90,7 @@ def own(
     left = typed if config is None else []
     with display_on(sys.stderr if as_json else None) as display:
         result = evaluate_checkpoint(checkpoint, config, left, display=display, out=out)
+    # Progress went to stderr, so that a pipe gets JSON alone.
     if as_json:
         file = str(result.out) if result.out else None
         values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": file}

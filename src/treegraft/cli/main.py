@@ -53,6 +53,7 @@ app = typer.Typer(
     help=(
         "Train language-model agents that use tools, with reinforcement learning on trees of steps."
     ),
+    # Without a command, help; a traceback of typer's would hide our own errors.
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Brackets in help texts are tables of a recipe, not markup.
@@ -123,6 +124,7 @@ def sft(config: Config, **arguments: Any) -> None:
 
     It imitates the tasks' expert, or with warmup.traces=FILE a buffer or a JSONL file.
     """
+    # Before torch loads: the command would end with the model that it began with.
     if config.warmup.num_steps == 0:
         raise SettingError(
             "warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.",
@@ -155,6 +157,7 @@ def run(
     refuse_ignored(overrides or [], "run")
     trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
     Console().print(transcript(trajectory, tokenizer))
+    # For scripts: a fault of ours is no answer.
     if trajectory.status is Status.FAILED:
         raise typer.Exit(1)
 
@@ -171,6 +174,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Print accuracy and cost of several runs side by side, or two suites item by item."""
+    # Folders of suites have a file of their own, and it is the extension that reads them.
     for file, comparison in registered_with_commands("comparison").items():
         if any((folder / file).is_file() for folder in runs):
             comparison.load()(runs, as_json)
@@ -190,6 +194,7 @@ def compare(
     for column in shown.columns[1:]:
         column.overflow = "fold"
     for name, values in rows:
+        # Shares of updates, and counts of what they cost.
         form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
         cells = ["-" if value is None else form.format(value) for value in values]
         shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
@@ -264,6 +269,7 @@ def doctor(
     from treegraft.cli.doctor import examine, print_examination
     from treegraft.settings.load import load_config
 
+    # Without a recipe, doctor looks at the installation and the machine alone.
     config = None if recipe is None else load_config(recipe, overrides or [], smoke=smoke)
     found = examine(config, num_gpus)
     print_examination(found)
@@ -274,6 +280,7 @@ def doctor(
 
 def exit_code(error: TreegraftError) -> int:
     """Returns the exit code that an error stands for."""
+    # These can be corrected before anything runs again.
     if isinstance(error, SettingError | DataError | ModelError):
         return 2
     return 3 if isinstance(error, CheckpointError) else 1
@@ -284,6 +291,7 @@ def _silence_others() -> None:
     has set stays."""
     # Before these packages are imported, for they read their variables once.
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        # By setdefault: what the user has set stays.
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -301,6 +309,7 @@ def main() -> None:
         say(f"error: {error}", "red", to_stderr=True)
         sys.exit(exit_code(error))
     except (OSError, RuntimeError, MemoryError, BaseExceptionGroup) as error:
+        # A full disk and a lack of memory come as errors of many packages.
         if fault := storage_fault(error):
             said = f"a file could not be used: {fault}."
         elif fault := memory_fault(error):

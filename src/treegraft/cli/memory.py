@@ -56,6 +56,7 @@ def needed(
     if not on_gpu:
         # In place of what a GPU's driver reserves.
         parts["reserved"] = _PACKAGES_BYTES
+    # Servers have memory of their own, which vLLM divides itself.
     if config.engine.kind != "vllm":
         width = BYTES[config.model.dtype]
         # On CPUs the kernels multiply with a copy of their own, in another order.
@@ -81,6 +82,7 @@ def memory(config: Config, num_gpus: int | None = None) -> Finding:
 
     # Without the words of the tasks, whose embeddings in a "tiny" model are a few MB at most.
     shape = load_shape(config.model)
+    # Its size is in the weights, which the hub sends at the start of the run.
     if shape is None:
         note = (
             f"'{config.model.path}' is not on this machine yet, so its size is not known; it is"
@@ -97,6 +99,7 @@ def memory(config: Config, num_gpus: int | None = None) -> Finding:
     total = sum(parts.values())
     listed = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     note = f"by a formula, not measured: {listed}"
+    # Nothing to compare with: those GPUs need not be here.
     if num_gpus:
         return Finding("memory", f"{gigabytes(total)} of each GPU that holds a rank", note=note)
     room = physical_memory()
