@@ -7,8 +7,8 @@ Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO, both together, c
 Tree-GRPO and with own lessons (imitation from a buffer that the run itself fills), once with the
 code of this working tree and once with that of a commit, which is checked out into a worktree of
 its own; --only NAME takes one of these methods. Both sides run in the same environment and each
-reads its own recipe. `time/*` is left out of the comparison; everything else has to be equal. Ends
-with exit code 1 where something differs.
+reads its own recipe. `time/*` is left out of the comparison, and metrics that one side alone has
+are listed; everything else has to be equal. Ends with exit code 1 where something differs.
 With --timed ROUNDS both sides run so many times more, in turn, and the ratio of the medians of the
 seconds of sampling and of learning is printed: above 1, this tree is slower.
 """
@@ -102,13 +102,20 @@ def differences(before: Path, after: Path) -> Iterator[str]:
     if len(lines[0]) != len(lines[1]):
         yield f"metrics.jsonl: {len(lines[0])} lines before, {len(lines[1])} after"
     for old, new in zip(*lines, strict=False):
-        for key in sorted(old.keys() | new.keys()):
-            if key not in old or key not in new:
-                yield (
-                    f"update {old['update']:g}: {key} is only {'after' if key in new else 'before'}"
-                )
-            elif not is_same(old[key], new[key]):
+        for key in sorted(old.keys() & new.keys()):
+            if not is_same(old[key], new[key]):
                 yield f"update {old['update']:g}: {key} was {old[key]}, now {new[key]}"
+
+
+def of_one_side(before: Path, after: Path) -> Iterator[str]:
+    """Yields the metrics that one side alone has, which are no difference: versions add and remove
+    some."""
+    names: list[set[str]] = []
+    for run in (before, after):
+        names.append({key for line in metrics_of(run) for key in line})
+    for side, own in (("before", names[0] - names[1]), ("after", names[1] - names[0])):
+        if own:
+            yield f"only {side}: {', '.join(sorted(own))}"
 
 
 def seconds_of(run: Path, part: str) -> float:
@@ -196,6 +203,8 @@ def compare(asked: argparse.Namespace, options: list[str], work: Path) -> int:
             f"{method}: {num_files} files of trees, {len(metrics_of(new))} lines of metrics", end=""
         )
         print(": equal" if not found else "".join(f"\n  {line}" for line in found), flush=True)
+        for line in of_one_side(old, new):
+            print(f"  {line}", flush=True)
         num_different += bool(found)
         if asked.timed:
             sides = ((code, "before"), (ROOT, "after"))
