@@ -17,7 +17,6 @@ from treegraft.cli import main as cli
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.train import train
 
 Run = Callable[..., int]
 HASHING = "buffer.encoder=hashing"
@@ -135,41 +134,6 @@ def test_overrides_shape_the_build(
     assert treegraft(*build, "buffer.build.min_reward=-1", "buffer.build.source=liar") == 0
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         assert list(buffer.stats().sources) == ["liar"]
-
-
-@pytest.mark.smoke
-def test_a_checkpoint_answers(
-    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = tiny(
-        tasks={**EASY, "num_train": 3},
-        run={"num_updates": 0, "dir": str(tmp_path), "name": "r"},
-        warmup={"num_steps": 48, "decision_frac": 0.0},
-        eval={"at_start": False, "at_end": False, "every": 0},
-    )
-    recipe = write_recipe(tmp_path / "recipe.json", settings)
-    train(settings)
-    asked = (f"agent={tmp_path / 'r'}", "num_samples=3", "min_reward=-2")
-    shared = ("buffer.encoder=hashing", *(f"buffer.build.{one}" for one in asked), "--json")
-    reports = []
-    for name in ("a", "b"):
-        assert treegraft("build", recipe, tmp_path / name, *shared) == 0
-        reports.append(json.loads(capsys.readouterr().out))
-    first, second = reports
-    assert (first["num_tasks"], first["num_attempts"], first["source"]) == (
-        3,
-        9,
-        str(tmp_path / "r"),
-    )
-    assert first["num_kept"] + sum(first["failures"].values()) == 9
-    # Keyed noise: the same model gives the same traces.
-    assert {**first, "buffer": "", "cpu_s": 0} == {**second, "buffer": "", "cpu_s": 0}
-    with (
-        TraceBuffer.open_as_built(tmp_path / "a") as a,
-        TraceBuffer.open_as_built(tmp_path / "b") as b,
-    ):
-        assert len(a) > 0
-        assert a.checksum() == b.checksum()
 
 
 def test_import(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

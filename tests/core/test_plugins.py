@@ -272,7 +272,7 @@ def test_an_extension_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: 
     assert saved["explore"]["echo"] == {"num_starts": 2, "num": 2}
     # It is gone: its recipes are refused by name, and nothing else is lost.
     code = f"from treegraft import load_config\nload_config({str(run_dir / 'config.json')!r})"
-    assert "the setting 'explore.echo" in run(code).stderr
+    assert "unknown setting 'credit.echo_share'" in run(code).stderr
 
 
 def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None:

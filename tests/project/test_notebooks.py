@@ -62,7 +62,7 @@ def test_smoke_test_of_a_first_agent(tmp_path: Path) -> None:
     assert tree["text/html"] == result.trees()[0]._repr_html_()
     assert answer["text/plain"].startswith("<Answer")
     # Progress is one line that is written over.
-    assert "\rwarm-up " in printed and "finished runs/" in printed
+    assert "\r" in printed and "warm-up " in printed and "finished runs/" in printed
 
 
 @pytest.mark.smoke

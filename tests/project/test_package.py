@@ -126,7 +126,7 @@ def test_a_recipe_of_the_repository_leads_to_the_shipped_one(
 ) -> None:
     refused = treegraft("train", "recipes/demo.toml")
     assert refused.returncode == 2
-    assert "write 'demo' without path and suffix" in refused.stderr
+    assert "Did you mean 'demo'?" in refused.stderr
     refused = treegraft("train", "mine.toml")
     assert "Recipes that Treegraft ships: babyai, demo, " in refused.stderr
 

@@ -121,7 +121,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         "config.json was changed by hand: run.seed was 3, now 9",
         False,
     ),
-    "no buffer": (lambda run: shutil.rmtree(run / "buffer"), "traces.sqlite is missing", True),
+    "no buffer": (
+        lambda run: shutil.rmtree(run / "buffer"),
+        "(traces or vectors) is missing since",
+        True,
+    ),
     "vectors": (
         of_sqlite("UPDATE vectors SET vector = zeroblob(length(vector)) WHERE id = 3"),
         "(traces or vectors) has changed since update-000002",
