@@ -34,7 +34,7 @@ demo: $(CORE_STAMP)
 	echo; \
 	echo "The trees, in the browser:  $(BIN)/treegraft view runs/$$own runs/$$shown"; \
 	echo "Ask the agent something:    $(BIN)/treegraft run runs/$$shown 'r3 of r2 of r5 of r1 of e9 ?'"; \
-	echo "What the expert has shown:  $(BIN)/treegraft buffer stats runs/$$shown"
+	echo "What the expert has shown:  $(BIN)/treegraft buffer stats runs/$$shown/buffer/traces.sqlite"
 
 # The demo's three methods one after the other, and their figures into docs/figures.
 figures: install

@@ -26,7 +26,7 @@ STAND_INS = {
     r"\bRECIPE(?= tools\.search)": "recipes/toolstar.toml",
     r"\bRECIPE\b": "recipes/demo.toml",
     r"\bRUN RUN\b": "runs/alone runs/grafted",
-    r"buffer show RUN --task ID": "buffer show runs/grafted",
+    r"buffer show BUFFER --task ID": "buffer show runs/grafted/buffer/traces.sqlite",
     r"\bRUN(\.\.\.)?(?= |$)|\bCHECKPOINT\b|runs/NAME": "runs/alone",
     r"\bSETS\b": "gsm8k=benchmarks/gsm8k.jsonl",
     r"\bSTUDY\b": "studies/sokoban.toml",
