@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"python studies/figures/papers\.py": "tests/project/test_study_scripts.py draws",
     r"python -m studies\.pruning": "tests/project/test_pruning.py prunes",
     r"treegraft buffer build papers/": "needs a model of 7B; test_build_traces.py builds",
+    r"treegraft buffer import runs/": "a tiny agent earns nothing; test_imports.py imports a run",
     r"treegraft buffer build .*agent=http": "needs a server; test_build_traces.py has one",
     r"treegraft study .* --out mine --table": "shows runs of hours; those of the clone are shown",
     r"treegraft --install-completion": "writes into the shell's start file",

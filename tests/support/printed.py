@@ -38,6 +38,7 @@ STAND_INS = {
     r"\bPYTHON\b": "python",
     r"\bPART\b(?!=)": "1",
     r"(?<=--gpus )N\b": "2",
+    r"--trust COMMAND": "--trust config demo",
     r"\bCOMMAND\b": "train",
     r"(?<=^treegraft )NAME$": "config",
     r"\S*… ?": "",
