@@ -297,7 +297,7 @@ class Session:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         self._tasks_checksum = tasks_checksum(parts.train_tasks, parts.eval_tasks)
         await parts.try_environment()
-        # A reward function that raises would end the run after the first rollouts.
+        # One that returns no numbers would end the run after its warm-up and first rollouts.
         await parts.try_rewards(parts.train_tasks)
         self.sampler = build_sampler(config.sampler, parts.train_tasks, config.run.seed)
         self.sampler.restore(within.state.sampler or {})
