@@ -316,6 +316,17 @@ def test_a_frame_unpacks_to_so_many_bytes_at_most(
         read_trees(written(tmp_path).path)
 
 
+def test_a_small_file_does_not_unpack_without_end(tmp_path: Path) -> None:
+    """Twenty million zeros take 700 bytes; a frame of them may unpack to 4 MB and 1,000 times
+    its own size."""
+    folder = written(tmp_path)
+    bomb = tree_files.zstd.compress(b"0" * 20_000_000)  # type: ignore[attr-defined]
+    assert len(bomb) < 4000
+    (folder.trees_dir / "update-000002.jsonl.zst").write_bytes(bomb)
+    with raises_code("tree-unreadable", match="over [4-7] MB"):
+        read_trees(folder.trees_path(2))
+
+
 def test_a_full_disk_leaves_no_half_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path)
 

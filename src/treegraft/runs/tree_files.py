@@ -29,7 +29,10 @@ PART_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
 _LINES = ".jsonl"
 _PACKED = ".jsonl.zst"
 _MOST_LINE = 1 << 28
-"""Longest tree in bytes: a small file can unpack to zeros without end."""
+"""Longest tree in bytes."""
+_MOST_GROWN = 1000
+"""Bytes of a tree, beyond 4 MB, for each of its frame: a small one can hold zeros without end, and
+equal trajectories pack to a few hundredths."""
 _OPTIONS: Mapping[int, int] = {
     # Higher levels save a few hundredths of the room and take several times as long.
     zstd.CompressionParameter.compression_level: 6,
@@ -123,9 +126,10 @@ class TreePart:
 def _unpacked(frame: memoryview) -> bytes:
     """The line in a frame. Raises ValueError or ZstdError for one that is damaged or too long."""
     reader = zstd.ZstdDecompressor()
-    line = reader.decompress(frame, max_length=_MOST_LINE)
+    most = min(_MOST_LINE, (1 << 22) + _MOST_GROWN * len(frame))
+    line = reader.decompress(frame, max_length=most)
     if not reader.eof:
-        raise ValueError(f"over {_MOST_LINE >> 20} MB")
+        raise ValueError(f"cut off, or over {most >> 20} MB")
     return line
 
 
