@@ -256,7 +256,7 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("way", ["kernels", "gathered"])
+@pytest.mark.parametrize("way", ["kernels", "dense", "gathered"])
 def test_learning_does_not_depend_on_torchs_default_type(
     way: str, default: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,7 +251,8 @@ def make_learner(
     return learner, descent
 
 
-WAYS = ("kernels", "gathered", "flex")
+LIMITS = {"dense": 1024, "gathered": 0}
+WAYS = ("kernels", *LIMITS, "flex")
 """Ways of attending over a tree."""
 
 
@@ -259,8 +260,10 @@ def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the learner attend over trees in one way, however large they are."""
     flex = flex_attention if kind == "flex" else None
     patch.setattr(scores_module, "PackedPlan", lambda batch: PackedPlan(batch, flex=flex))
-    if kind == "gathered":
-        patch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: None)
+    if kind in LIMITS:
+        module = "treegraft.policy.learn.tree_attention"
+        patch.setattr(f"{module}.tree_kernels", lambda *_: None)
+        patch.setattr(f"{module}.DENSE_LIMIT", LIMITS[kind])
     # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
