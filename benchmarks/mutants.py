@@ -243,6 +243,7 @@ def main() -> int:
         if mutation.name not in known:
             known[mutation.name] = fate(mutation)
             if asked.results:
+                asked.results.parent.mkdir(parents=True, exist_ok=True)
                 with asked.results.open("a") as file:
                     file.write(
                         json.dumps({"name": mutation.name, "fate": known[mutation.name]}) + "\n"

@@ -6,26 +6,58 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import os
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from treegraft.core.text import describe
+from treegraft.core.threads import release_threads
 
 T = TypeVar("T")
+Job = Callable[[], None]
+
+MAX_IDLE = 64
+"""Threads that wait for further calls."""
+_idle: list[queue.SimpleQueue[Job]] = []
+"""The queues of threads without a call, the one that became idle last at the end."""
+if hasattr(os, "register_at_fork"):
+    # A forked process has none of these threads.
+    os.register_at_fork(after_in_child=_idle.clear)
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Returns the result of `call`, which runs in a daemon thread of its own.
+    """Returns the result of `call`, which runs in a daemon thread that no other call uses
+    meanwhile.
 
     Raises the exception of `call`, or a `RuntimeError` if that exception would end or confuse the
     event loop.
     """
     job, future = _job(call)
-    threading.Thread(target=job, daemon=True, name="treegraft-tool").start()
+    try:
+        _idle.pop().put(job)
+    except IndexError:
+        # A start waits until the new thread runs, milliseconds while an engine is at work.
+        threading.Thread(target=_serve, args=(job,), daemon=True, name="treegraft-tool").start()
     return await future
+
+
+def _serve(job: Job) -> None:
+    """Runs a job, and then those that arrive, unless enough threads wait already."""
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    while True:
+        job()
+        # What the call held must not live until the next one.
+        del job
+        if "torch" in sys.modules:
+            release_threads()
+        if len(_idle) >= MAX_IDLE:
+            return
+        _idle.append(jobs)
+        job = jobs.get()
 
 
 async def run_either(
@@ -49,7 +81,7 @@ class OwnThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._num_users = 1
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -78,7 +110,7 @@ class OwnThread:
             job()
 
 
-def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
+def _job(call: Callable[[], T]) -> tuple[Job, asyncio.Future[T]]:
     """A thread's work and the future of its outcome; to be called on the event loop."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

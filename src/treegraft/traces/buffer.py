@@ -114,8 +114,9 @@ class TraceBuffer:
             SettingError, ModelError: there is no such encoder.
         """
         self.path = Path(path).expanduser()
-        # Two locks, so that a search need not wait for a chunk that is being committed.
+        # Of their own, so that a search need not wait for a chunk that is being committed.
         self._writing = threading.RLock()
+        self._reading = threading.Lock()
         self._encoding = threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
@@ -126,6 +127,7 @@ class TraceBuffer:
         try:
             self.encoder_name, self.dim = self._agree(name)
             self._task_numbers: dict[str, int] = {}
+            self._has_more = False
             self._rows = self._caught_up(_no_rows(self.dim))
         except BaseException:
             self._file.close()
@@ -179,6 +181,16 @@ class TraceBuffer:
                 code="buffer-other-encoder",
             )
         return theirs, dim
+
+    def _current(self) -> Rows:
+        """Returns the rows with all additions so far. They are read when they are asked for: after
+        each of many small additions, the copies would take time that grows with their square."""
+        with self._reading:
+            if self._has_more:
+                # First: what another thread adds meanwhile sets it again.
+                self._has_more = False
+                self._rows = self._caught_up(self._rows)
+            return self._rows
 
     def _caught_up(self, rows: Rows) -> Rows:
         """Returns the rows with those after them for the traces in the file beyond the last one:
@@ -272,7 +284,7 @@ class TraceBuffer:
                 connection.execute(
                     "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step + facts
                 )
-        self._rows = self._caught_up(self._rows)
+        self._has_more = True
         return len(new)
 
     def roll_back(self, update: int) -> None:
@@ -281,8 +293,8 @@ class TraceBuffer:
         with self._writing:
             with self._file.transaction() as connection:
                 undo(connection, update)
-            # Filled before they are put in place: a search meanwhile sees the old rows or the new.
-            self._rows = self._caught_up(_no_rows(self.dim))
+            with self._reading:
+                self._rows = self._caught_up(_no_rows(self.dim))
 
     # ------------------------------------------------------------------ reading
 
@@ -324,7 +336,7 @@ class TraceBuffer:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         tasks = exclude_tasks or [None] * len(vectors)
         # Taken once: another thread may put other rows in their place.
-        rows = self._rows
+        rows = self._current()
         masks = self._eligible(rows, allow_terminal, tasks)
         close: list[list[tuple[int, float]]] = []
         for places, similarities in search_exactly(rows.vectors, vectors, masks, k):
@@ -348,7 +360,7 @@ class TraceBuffer:
         `search`.
         """
         tasks = exclude_tasks or [None] * len(seeds)
-        rows = self._rows
+        rows = self._current()
         masks = self._eligible(rows, allow_terminal, tasks)
         picks: list[int | None] = []
         for seed, mask in zip(seeds, masks, strict=True):
@@ -403,7 +415,7 @@ class TraceBuffer:
         return int(getattr(self._encoder, "num_cut", 0))
 
     def __len__(self) -> int:
-        return len(self._rows.ids)
+        return len(self._current().ids)
 
     def __iter__(self) -> Iterator[Trace]:
         """Gives all traces in the order they were added."""
