@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from treegraft.algo.rapo import (
     VARIANTS,
     combined_advantages,
     graft_neighbours,
+    inexact_neighbours,
+    inexact_steps,
     path_retrieval_reward,
     path_retrieved_frac,
     retrieval_reward,
     shaping_factor,
 )
-from treegraft.core.types import Status, Trajectory
+from treegraft.core.types import EntropyKind, Status, Trajectory
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,20 @@ def test_neighbours_are_steps_the_policy_wrote() -> None:
     paths = doubled.trajectories()
     assert [(b.id, a.id) for b, a in graft_neighbours(paths[0].steps)] == [("0.0", "0.0.0.0.0")] * 2
     assert graft_neighbours(paths[1].steps) == []
+
+
+def test_entropies_of_the_top_tokens_are_found() -> None:
+    """The engine knew the top tokens alone in the step before the graft and in one that follows no
+    graft; only steps that were sampled count."""
+    tree = build_tree(Part.of("pp", Part.of("s", Part.of("r", Part("s"))), Part("s")))
+    exact = tree.steps
+    assert [step.id for step in exact] == ["0", "0.0", "0.0.0", "0.0.0.0", "0.1"]
+    assert inexact_neighbours(tree) == inexact_steps(tree) == set()
+    kinds = [*[EntropyKind.TOP_K] * 3, EntropyKind.EXACT, EntropyKind.TOP_K]
+    steps = [replace(step, entropy_kind=kind) for step, kind in zip(exact, kinds, strict=True)]
+    tree = replace(tree, steps=tuple(steps))
+    assert inexact_neighbours(tree) == {"0.0"}
+    assert inexact_steps(tree) == {"0.0", "0.1"}
 
 
 def test_the_retrieved_share_counts_all_tokens_after_the_prompt() -> None:
