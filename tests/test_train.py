@@ -584,6 +584,31 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
     assert differing(whole.run_dir, tmp_path / "a") == []
 
 
+def test_an_engine_that_dies_in_the_rollout_costs_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"checkpoint": {"every": 0}}
+    whole = start(tmp_path, "whole", **settings)
+    admit = NativeEngine._admit
+    display = Recorder()
+
+    def dies(self: NativeEngine) -> None:
+        if self.policy_version == 1:
+            raise RuntimeError("out of memory")
+        admit(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "_admit", dies)
+        with raises_code("engine-died"):
+            start(tmp_path, "a", display=display, **settings)
+    assert (tmp_path / "a/checkpoints/update-000001").is_dir()
+    assert "go on from its last checkpoint" in display.warnings[-1]
+    train(None, resume=tmp_path / "a")
+    apart = differing(whole.run_dir, tmp_path / "a")
+    # The checkpoint that the failure made.
+    assert [one for one in apart if "update-000001" not in one] == []
+
+
 def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
@@ -199,7 +199,7 @@ class Session:
         self._own_drawn = [*state.own_drawn]
         """Tasks of earlier updates that no sampler has drawn."""
         self._lesson_value = state.lesson_value
-        self._is_ready = False
+        self._is_ready = self.is_syncing = False
         self._learner: LearnerLike | None = None
         self._last = Trees()
         self._learned: dict[str, float] = {}
@@ -417,7 +417,15 @@ class Session:
     def begin_updates(self) -> None:
         """Gives the engine the weights, freezes the reference and opens the buffer, once the
         warm-up is done. A loop with one process need not call it."""
-        self._wait(self._make_ready)
+        with self._syncing():
+            self._wait(self._make_ready)
+
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        self.is_syncing = True
+        yield
+        # Not after an error: the engine has what it has then.
+        self.is_syncing = False
 
     async def _make_ready(self) -> None:
         if self._is_ready:
@@ -797,7 +805,7 @@ class Session:
             EngineError: names are missing or unknown; the engine then keeps its weights.
             DriftError: the engine holds other weights afterwards.
         """
-        with self.clock("publish"):
+        with self.clock("publish"), self._syncing():
             self._wait(self._synced, version, weights)
 
     async def async_weights(self, version: int, weights: Weights | None = None) -> None:

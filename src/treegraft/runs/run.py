@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from treegraft.core.errors import SettingError, StorageError
+from treegraft.core.errors import EngineError, SettingError, StorageError
 from treegraft.core.files import free_name, storage_fault, write_atomically
 from treegraft.core.given import GivenObjects
 from treegraft.core.interfaces import Display
@@ -272,7 +272,11 @@ class Run:
     def _told_ends(self) -> Iterator[None]:
         """Tells how to go on, where the block does not come to its end."""
         try:
-            yield
+            try:
+                yield
+            except EngineError:
+                self._try_to_save()
+                raise
         except Interrupted as error:
             # Raised at safe points only, so that the state is whole.
             self._save_with_others()
@@ -301,6 +305,16 @@ class Run:
                     code="not-written",
                 ) from error
             raise
+
+    def _try_to_save(self) -> None:
+        """Saves the state after a failure of the engine, unless the weights are ahead of it.
+        Whatever keeps it from being saved, the engine's error is the one to show."""
+        if self._session.is_syncing or self._session.update != self.state.update:
+            return
+        try:
+            self._save_with_others()
+        except Exception as fault:
+            self.display.warn(f"the state could not be saved: {fault}")
 
     def _save_with_others(self) -> None:
         """Saves, with the help of the other ranks, which wait for what comes next."""
