@@ -18,6 +18,7 @@ from treegraft.core.types import StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule, last_number
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.transcript import transcript
 from treegraft.settings.load import load_config
 from treegraft.settings.tasks import FormatSettings
@@ -156,6 +157,17 @@ def test_the_viewer_s_text_says_what_was_read(answer: str | None, outcome: str) 
     printed = io.StringIO()
     Console(file=printed, width=100).print(transcript(trajectory))
     assert outcome in printed.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "written"), [("auto", "\\boxed{46}"), ("whole", "46")])
+def test_an_answer_is_boxed_only_if_the_rule_reads_boxes(kind: str, written: str) -> None:
+    ids, _ = form_with(answer=kind).render_step(StepContent(answer="46"))[0]
+    assert tokenizer_of("qwen25").decode(ids) == f"{written}<|im_end|>"
+
+
+def test_a_format_of_ones_own_is_found_by_its_import_path() -> None:
+    settings = FormatSettings(kind="treegraft.rollout.formats.tags:TagsFormat")
+    assert isinstance(build_format(settings, tokenizer_of("qwen25"), TOOLS), TagsFormat)
 
 
 def test_in_tags_the_answer_is_the_papers() -> None:

@@ -184,6 +184,12 @@ def test_what_the_format_does_not_allow(reply: str) -> None:
     assert all(tree.steps[-1].loss_mask)
 
 
+def test_a_step_whose_engine_leaves_the_end_token_out_says_what_it_lacks() -> None:
+    status, _, violation, _ = ends(lambda _: "<think> w1 </think>")
+    assert status is Status.FORMAT_VIOLATION
+    assert violation == "ended without a tool call or an answer"
+
+
 # ---------------------------------------------------------------------- failures of ours
 
 
