@@ -62,6 +62,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.smoke
 def test_train_is_the_function_in_any_import_order(tmp_path: Path) -> None:
     """Each order after the package has been forgotten; torch stays loaded."""
     code = "import sys\n"

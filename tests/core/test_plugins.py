@@ -275,6 +275,7 @@ def test_an_extension_in_a_wheel_of_its_own_extends_a_run(tmp_path: Path, site: 
     assert "unknown setting 'credit.echo_share'" in run(code).stderr
 
 
+@pytest.mark.smoke
 def test_its_names_are_known_to_commands_errors_and_settings(site: Path) -> None:
     code, out = treegraft(["--help"], site)
     assert code == 0 and "hello" in out and "Say hello." in out

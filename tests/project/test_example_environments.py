@@ -58,7 +58,7 @@ real = {
 }
 every = pytest.mark.parametrize("name", [pytest.param(one, marks=real[one]) for one in PACKAGES])
 # The packages, and what they import, warn of what is to come in numpy and Python.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def module(name: str) -> Any:
