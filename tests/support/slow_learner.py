@@ -251,8 +251,9 @@ def make_learner(
     return learner, descent
 
 
-LIMITS = {"dense": 1024, "gathered": 0}
-WAYS = ("kernels", *LIMITS, "flex")
+DENSE_LIMITS = {"dense": 1024, "gathered": 0}
+"""Tokens of a tree up to which it takes a dense mask, where there are no kernels."""
+WAYS = ("kernels", *DENSE_LIMITS, "flex")
 """Ways of attending over a tree."""
 
 
@@ -260,10 +261,10 @@ def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the learner attend over trees in one way, however large they are."""
     flex = flex_attention if kind == "flex" else None
     patch.setattr(scores_module, "PackedPlan", lambda batch: PackedPlan(batch, flex=flex))
-    if kind in LIMITS:
+    if kind in DENSE_LIMITS:
         module = "treegraft.policy.learn.tree_attention"
         patch.setattr(f"{module}.tree_kernels", lambda *_: None)
-        patch.setattr(f"{module}.DENSE_LIMIT", LIMITS[kind])
+        patch.setattr(f"{module}.DENSE_LIMIT", DENSE_LIMITS[kind])
     # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 

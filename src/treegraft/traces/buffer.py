@@ -114,7 +114,7 @@ class TraceBuffer:
             SettingError, ModelError: there is no such encoder.
         """
         self.path = Path(path).expanduser()
-        # Of their own, so that a search need not wait for a chunk that is being committed.
+        # Separate locks, so that a search need not wait for a chunk that is being committed.
         self._writing = threading.RLock()
         self._reading = threading.Lock()
         self._encoding = threading.Lock()
@@ -127,7 +127,9 @@ class TraceBuffer:
         try:
             self.encoder_name, self.dim = self._agree(name)
             self._task_numbers: dict[str, int] = {}
-            self._has_more = False
+            # Chunks that were added, and those of them that the rows have.
+            self._num_chunks = 0
+            self._num_caught_up = 0
             self._rows = self._caught_up(_no_rows(self.dim))
         except BaseException:
             self._file.close()
@@ -186,10 +188,11 @@ class TraceBuffer:
         """Returns the rows with all additions so far. They are read when they are asked for: after
         each of many small additions, the copies would take time that grows with their square."""
         with self._reading:
-            if self._has_more:
-                # First: what another thread adds meanwhile sets it again.
-                self._has_more = False
+            # Before reading: another thread may add a chunk meanwhile.
+            num_chunks = self._num_chunks
+            if num_chunks != self._num_caught_up:
                 self._rows = self._caught_up(self._rows)
+                self._num_caught_up = num_chunks
             return self._rows
 
     def _caught_up(self, rows: Rows) -> Rows:
@@ -284,7 +287,7 @@ class TraceBuffer:
                 connection.execute(
                     "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)", step + facts
                 )
-        self._has_more = True
+        self._num_chunks += 1
         return len(new)
 
     def roll_back(self, update: int) -> None:
