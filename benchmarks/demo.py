@@ -127,7 +127,8 @@ def ranges() -> Iterator[str]:
     if not num:
         return
     last = max(line["date"] for lines in runs.values() for line in lines)
-    yield f"The runs above have one seed. Sampled accuracy at the end of {num} seeds, {last}:"
+    yield "The runs above have one seed. Processors round differently, so one may end outside"
+    yield f"these ranges. Sampled accuracy at the end of {num} seeds, {last}:"
     for method, lines in runs.items():
         found = [100 * line[ACCURACY] for line in lines]
         yield f"  {method:<{max(map(len, METHODS))}}   {min(found):.0f} to {max(found):.0f} %"
