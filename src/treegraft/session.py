@@ -199,7 +199,10 @@ class Session:
         self._own_drawn = [*state.own_drawn]
         """Tasks of earlier updates that no sampler has drawn."""
         self._lesson_value = state.lesson_value
-        self._is_ready = self.is_syncing = False
+        self._is_ready = False
+        self.is_syncing = False
+        """Whether the engine is being given weights, or that has failed. Other processes of the run
+        then wait to hand over their parts, and would take no part in a checkpoint."""
         self._learner: LearnerLike | None = None
         self._last = Trees()
         self._learned: dict[str, float] = {}

@@ -272,6 +272,7 @@ class Run:
     def _told_ends(self) -> Iterator[None]:
         """Tells how to go on, where the block does not come to its end."""
         try:
+            # A block of its own, since this checkpoint may be interrupted, too.
             try:
                 yield
             except EngineError:
@@ -307,8 +308,9 @@ class Run:
             raise
 
     def _try_to_save(self) -> None:
-        """Saves the state after a failure of the engine, unless the weights are ahead of it.
-        Whatever keeps it from being saved, the engine's error is the one to show."""
+        """Saves the state after a failure of the engine, unless the learner's weights are ahead of
+        it or on their way to the engine. Whatever keeps it from being saved, the engine's error is
+        the one to show."""
         if self._session.is_syncing or self._session.update != self.state.update:
             return
         try:
