@@ -31,6 +31,7 @@ from treegraft.settings.explore import BufferSettings
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever
+from treegraft.traces.store import TraceFile
 
 CONTENT = StepContent(
     thought="two hops left",
@@ -527,6 +528,25 @@ def test_one_thread_may_add_while_others_search(
         for thread in threads:
             thread.join()
     assert problems == []
+
+
+def test_additions_whose_reading_fails_are_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "b") as buffer:
+        buffer.add([trace(0)])
+        assert len(buffer) == 1
+        assert buffer.add([trace(1)]) == 1
+
+        def fails(*_: object) -> None:
+            raise OSError("no such page")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TraceFile, "vectors", fails)
+            with pytest.raises(OSError, match="no such page"):
+                buffer.search([trace(1).key])
+        assert buffer.search([trace(1).key])[0][0][0] == trace(1)
+        assert len(buffer) == 2
 
 
 def together(num: int, work: Callable[[int], object]) -> None:
