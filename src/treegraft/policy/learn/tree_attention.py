@@ -82,7 +82,7 @@ class PackedPlan:
         self._longest = max(map(num_tokens_of, paths_of(self._nodes)), default=0)
         self._own_flex = flex
         # By window: in some models layers with one and without one take turns.
-        self._views: dict[int | None, list[_View]] = {}
+        self._views: dict[int | None, list[list[_View]]] = {}
         self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
         """Layers that called; equals the model's layers where the hook reaches all of them."""
@@ -112,31 +112,30 @@ class PackedPlan:
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """[heads, tokens, width] by one call a view."""
+        seen = self._seen(options.window, query.device)
+        # Tree by tree: the gradient of a cut is as large as what is cut, so that views cut from the
+        # whole batch would cost its tokens times its nodes.
+        sizes = [tree.end - tree.start for tree in self._trees]
+        queries, keys, values = (x.split(sizes, dim=1) for x in (query, key, value))
         outputs = []
-        for view in self._seen(options.window, query.device):
-            keys = key[:, view.own]
-            values = value[:, view.own]
-            if view.places is not None:
-                keys = key.index_select(1, view.places)
-                values = value.index_select(1, view.places)
-            # A causal call leaves out the half that a mask would compute for nothing.
-            mask = None if view.is_causal and _is_plain(options) else view.mask
-            outputs.append(dense_attend(query[:, view.own], keys, values, mask, options))
+        for number, views in enumerate(seen):
+            inputs = queries[number], keys[number], values[number]
+            outputs += [_seen_by(view, *inputs, options) for view in views]
         return torch.cat(outputs, dim=1)
 
-    def _seen(self, window: int | None, device: torch.device) -> list[_View]:
-        """What small trees and nodes of large ones see, for all layers with this window."""
+    def _seen(self, window: int | None, device: torch.device) -> list[list[_View]]:
+        """What each tree's tokens see, for all layers with this window: one view of a small tree,
+        one a node of a large one."""
         if window not in self._views:
-            views = []
-            for tree in self._trees:
-                own = slice(tree.start, tree.end)
-                if len(tree.nodes) > 1 and tree.end - tree.start <= DENSE_LIMIT:
-                    mask = tree_mask(tree, self.inputs[1][own], window)
-                    views.append(_View(own, None, mask, is_causal=False))
-                else:
-                    views += [_view(path, window, device) for path in paths_of(tree.nodes)]
-            self._views[window] = views
+            self._views[window] = [self._views_of(tree, window, device) for tree in self._trees]
         return self._views[window]
+
+    def _views_of(self, tree: PackedTree, window: int | None, device: torch.device) -> list[_View]:
+        size = tree.end - tree.start
+        if len(tree.nodes) > 1 and size <= DENSE_LIMIT:
+            mask = tree_mask(tree, self.inputs[1][tree.start : tree.end], window)
+            return [_View(slice(size), None, mask, is_causal=False)]
+        return [_view(path, tree.start, window, device) for path in paths_of(tree.nodes)]
 
     def _flex(self, query: Tensor, key: Tensor, options: AttentionOptions) -> Flex | None:
         if self._own_flex is not None:
@@ -183,27 +182,44 @@ class _View(NamedTuple):
     """The keys that the tokens of a node or tree see."""
 
     own: slice
-    """The tokens that see them."""
+    """The tokens that see them, counted in the tree."""
     places: Tensor | None
-    """[seen] the tokens of the node's path, its own last; None for its own alone."""
+    """[seen] the tokens of the node's path, its own last, counted in the tree; None for its own
+    alone."""
     mask: Tensor
     """[own, seen] bool"""
     is_causal: bool
     """Whether each token sees all up to itself, windows apart."""
 
 
-def _view(path: Sequence[Node], window: int | None, device: torch.device) -> _View:
+def _seen_by(
+    view: _View, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """[heads, own, width] of the tokens of a view, for the tensors of its tree."""
+    keys = key[:, view.own]
+    values = value[:, view.own]
+    if view.places is not None:
+        keys = key.index_select(1, view.places)
+        values = value.index_select(1, view.places)
+    # A causal call leaves out the half that a mask would compute for nothing.
+    mask = None if view.is_causal and _is_plain(options) else view.mask
+    return dense_attend(query[:, view.own], keys, values, mask, options)
+
+
+def _view(path: Sequence[Node], first: int, window: int | None, device: torch.device) -> _View:
+    """Args: first: the first packed token of the tree."""
     node = path[-1]
     seen = num_tokens_of(path)
     own = node.end - node.start
     places = None
     if len(path) > 1:
-        places = torch.cat([torch.arange(one.start, one.end) for one in path]).to(device)
+        places = torch.cat([torch.arange(one.start, one.end) for one in path]).to(device) - first
     # Tokens of a path have consecutive positions, so that places in it do for positions.
     mask = torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
     if window is not None:
         mask = mask.triu(seen - own - window + 1)
-    return _View(slice(node.start, node.end), places, mask.to(device), is_causal=len(path) == 1)
+    place = slice(node.start - first, node.end - first)
+    return _View(place, places, mask.to(device), is_causal=len(path) == 1)
 
 
 def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
