@@ -198,14 +198,15 @@ GOOD = {
 
 _CONTENT = "{%- set content = message.content or '' %}"
 
+DROPPING = QWEN25.replace(
+    _CONTENT,
+    "{%- set content = message.content if loop.last else message.content.split('</think>')[-1] %}",
+)
+"""Shows thoughts in the last turn alone."""
+
 BAD = {
     "has no chat template": "",
     "does not show the agent its tools": QWEN25.replace("{%- if tools %}", "{%- if false %}"),
-    "drops the thoughts of earlier turns": QWEN25.replace(
-        _CONTENT,
-        "{%- set content = message.content if loop.last else"
-        " message.content.split('</think>')[-1] %}",
-    ),
     "drops text before a tool call": QWEN25.replace(
         _CONTENT, "{%- set content = message.content.split('</think>')[-1] %}"
     ),

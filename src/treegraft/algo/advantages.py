@@ -287,7 +287,7 @@ def _branching(tree: Tree, leaf: Leaf) -> float:
     num_children: Counter[str | None] = Counter()
     for step in tree.steps:
         if step.origin is Origin.POLICY and not isinstance(step.cause, RetryCause):
-            num_children[step.parent] += 1
+            num_children[step.before] += 1
     product = 1.0
     for step in tree.path(leaf.step_id)[1:-1]:
         if not isinstance(step.cause, StoredCause):

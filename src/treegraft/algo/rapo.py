@@ -197,8 +197,9 @@ def path_retrieved_frac(path: Trajectory) -> float:
     # Stored steps that the rollout began below are history, as the prompt is.
     num_tokens = 0
     num_retrieved = 0
-    for step in path.steps[1:]:
+    for step in (*path.steps[1:], *path.contexts):
         if not isinstance(step.cause, StoredCause):
-            num_tokens += step.num_tokens
+            # What is written again counts once.
+            num_tokens += step.num_tokens - step.num_by(Origin.CONTEXT)
             num_retrieved += step.num_by(Origin.RETRIEVED)
     return num_retrieved / num_tokens if num_tokens else 0.0

@@ -29,6 +29,8 @@ class Origin(IntEnum):
     """A step of another agent, grafted from the Step-Trace Buffer."""
     FORCED = 4
     """Anything else that we append: scaffold, injected ends."""
+    CONTEXT = 5
+    """Earlier steps as a later one saw them: a call without its thought, a summary's prompt."""
 
 
 def written_by(origins: Column, origin: Origin) -> Column:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treegraft.core.errors import DataError, TreegraftError
@@ -11,6 +11,7 @@ from treegraft.core.interfaces import Span, TaskSource
 from treegraft.core.text import describe
 from treegraft.core.types import (
     ROOT_ID,
+    ContextCause,
     Leaf,
     Origin,
     StartCause,
@@ -35,6 +36,9 @@ class Written:
     spans: Sequence[Span]
     loss_mask: tuple[bool, ...] | None = None
     """[tokens of all spans] those with loss; None: none."""
+    context: Sequence[Span] = ()
+    """The step as later ones see it, where that differs, with its results; empty where it does
+    not."""
 
 
 def tree_of_paths(
@@ -57,14 +61,18 @@ def tree_of_paths(
     leaves: list[Leaf] = []
     rewards = environment_rewards or [None] * len(paths)
     for start, (path, reward) in enumerate(zip(paths, rewards, strict=True)):
-        parent = ROOT_ID
+        before = parent = ROOT_ID
         for depth, written in enumerate(path):
-            step_id = f"{parent}.{0 if depth else start}"
-            steps.append(plain_step(step_id, parent, written))
-            parent = step_id
+            before = f"{before}.{0 if depth else start}"
+            steps.append(plain_step(before, parent, written))
+            if written.context:
+                before = f"{before}.0"
+                seen = plain_step(before, parent, Written(StepContent(), written.context))
+                steps.append(replace(seen, cause=ContextCause()))
+            parent = before
         last = path[-1].content
         leaf = Leaf(
-            step_id=parent,
+            step_id=before,
             status=Status.COMPLETED,
             answer=answer_of(last, task) if answer_of else last.answer,
             weight=1.0 / len(paths),

@@ -422,6 +422,25 @@ class Format(Protocol):
 
 
 @runtime_checkable
+class Rewriting(Protocol):
+    """The further members of a format that can show earlier steps to later ones otherwise than they
+    were written: without their thoughts, as many chat templates do."""
+
+    drops_thoughts: bool
+    """Whether it does."""
+
+    def context_spans(
+        self, token_ids: Sequence[int], observations: Sequence[Observation]
+    ) -> tuple[Span, ...]:
+        """Returns one step of the policy without its thought, of origin CONTEXT, and its results.
+
+        Args:
+            token_ids: the step's own tokens, end-of-sequence included; it made calls and broke no
+                rule.
+        """
+
+
+@runtime_checkable
 class Opening(Protocol):
     """The further methods of a format in which a tool call or an answer can be begun for the
     policy; explorers whose `fill` returns `Retry` need it.

@@ -8,7 +8,14 @@ A tree with two trajectories, `p` prompt, `s` sampled and `t` tool tokens:
     └─ 0.1   s s s s                       an answer at once: leaf 1
 
 A step's id is the path of child ordinals from the root, so it depends on where the step is and
-never on when it arrived.
+never on when it arrived. Ids follow time: a step comes after the one whose id its own begins with.
+Where an agent's context is written anew, as by templates that drop earlier thoughts, the step
+before is not the step that the tokens continue, which `Step.parent` names:
+
+    0              p p p p
+    └─ 0.0         s s s s s             a thought and a call; parent 0
+       └─ 0.0.0    c c t t               the call without its thought, and its result; parent 0
+          └─ 0.0.0.0   s s              an answer, which saw p p p p c c t t; parent 0.0.0
 """
 
 from __future__ import annotations
@@ -410,8 +417,13 @@ class RetryCause:
     """The finished step whose thought stays, by its id; retries of one step share it."""
 
 
+@dataclass(frozen=True, slots=True)
+class ContextCause:
+    """A context that was written anew, after the step before it and for those below it."""
+
+
 _Sampled = StartCause | ContinuationCause | BranchCause | RestartCause | RetryCause
-Cause = _Sampled | GraftCause | StoredCause
+Cause = _Sampled | GraftCause | StoredCause | ContextCause
 _ORIGINS = tuple(Origin)
 
 
@@ -430,7 +442,9 @@ class Step(ShownStep):
     id: str
     """Path of child ordinals from the root, "0.2.0"; the root is "0"."""
     parent: str | None
-    """None for the root alone."""
+    """The step whose context its tokens continue: the one before it, or an earlier one of its path
+    where `cause` is a `ContextCause` or the step below such a one; None for the root and for a
+    context that shares nothing with an earlier one."""
     depth: int
     """Steps above it on its path; 0 for the root."""
     token_ids: Column
@@ -489,6 +503,16 @@ class Step(ShownStep):
 
     def __hash__(self) -> int:
         return hash((self.id, self.parent, self.token_ids.tobytes()))
+
+    @property
+    def before(self) -> str | None:
+        """The step before it in time; None for the root."""
+        return self.id.rpartition(".")[0] or None
+
+    @property
+    def is_context(self) -> bool:
+        """Whether it holds earlier steps, written anew, and none of its own."""
+        return isinstance(self.cause, ContextCause)
 
     @property
     def num_tokens(self) -> int:
@@ -735,12 +759,13 @@ class Tree(ShownTree):
             )
         # Checked here, since everything below goes by ids without a second look.
         known = {one.id for one in self.steps}
-        parents = {one.parent for one in self.steps}
+        inner = {one.before for one in self.steps}
         for step in self.steps[1:]:
-            if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
+            is_below = step.parent is None or f"{step.before}.".startswith(f"{step.parent}.")
+            if step.before not in known or not is_below:
                 raise ValueError(f"{name}: step '{step.id}' has no parent '{step.parent}' above it")
         for leaf in self.leaves:
-            if leaf.step_id not in known or leaf.step_id in parents:
+            if leaf.step_id not in known or leaf.step_id in inner:
                 raise ValueError(f"{name}: leaf '{leaf.step_id}' must be a step without children")
 
     @property
@@ -748,28 +773,38 @@ class Tree(ShownTree):
         return self.steps[0]
 
     def path(self, step_id: str) -> tuple[Step, ...]:
-        """Returns the steps from the root to `step_id`."""
+        """Returns the steps from the root to `step_id` in time, contexts written anew included."""
         by_id = {step.id: step for step in self.steps}
         return tuple(by_id[one] for one in ids_to(step_id))
 
     def trajectories(self) -> list[Trajectory]:
         """Returns one trajectory per leaf, in the order of the leaves."""
-        paths = ((leaf, self.path(leaf.step_id)) for leaf in self.leaves)
-        return [Trajectory(task=self.task, leaf=leaf, steps=steps) for leaf, steps in paths]
+        found = []
+        for leaf in self.leaves:
+            path = self.path(leaf.step_id)
+            steps = tuple(step for step in path if not step.is_context)
+            contexts = tuple(step for step in path if step.is_context)
+            one = Trajectory(task=self.task, leaf=leaf, steps=steps, contexts=contexts)
+            found.append(one)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Trajectory(ShownTrajectory):
-    """One root-to-leaf path, with the flat lists that users of TRL or verl expect. `print` and
-    notebooks show it step by step.
+    """One rollout: its steps in time, with the flat lists that users of TRL or verl expect. `print`
+    and notebooks show it step by step.
 
     All lists have one entry per token of the whole path, prompt included; `sampled_mask` without
-    the prompt's entries is called completion_mask or response_mask elsewhere.
+    the prompt's entries is called completion_mask or response_mask elsewhere. Where a context was
+    written anew there is no such path: the lists raise a ValueError, and `rows` has them.
     """
 
     task: Task
     leaf: Leaf
     steps: tuple[Step, ...]
+    """The root first."""
+    contexts: tuple[Step, ...] = ()
+    """The contexts that were written anew on the way; empty where steps only follow each other."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -779,7 +814,36 @@ class Trajectory(ShownTrajectory):
             return sum(len(step.lesson_ids) for step in self.steps)
         return sum(step.num_loss_tokens for step in self.steps)
 
+    def rows(self) -> list[Row]:
+        """Returns the contexts of its steps as flat paths, as few as hold all: each ends with a
+        step that no other one continues, and they come in the order of these."""
+        by_id = {step.id: step for step in (*self.steps, *self.contexts)}
+        in_time = sorted(by_id.values(), key=lambda step: step.ordinals)
+        continued = {step.parent for step in in_time}
+        found: list[Row] = []
+        seen: set[str] = set()
+        for last in in_time:
+            if last.id in continued or last.is_context:
+                continue
+            steps = [last]
+            while (parent := steps[-1].parent) is not None:
+                steps.append(by_id[parent])
+            steps.reverse()
+            num_shared = sum(step.id in seen for step in steps)
+            seen.update(step.id for step in steps)
+            path = Trajectory(task=self.task, leaf=self.leaf, steps=tuple(steps))
+            found.append(Row(path, num_shared))
+        return found
+
+    def _check_flat(self) -> None:
+        if self.contexts or any(a.id != b.parent for a, b in itertools.pairwise(self.steps)):
+            raise ValueError(
+                f"trajectory '{self.leaf.step_id}': its steps saw contexts of their own, so it has"
+                " no flat list of tokens; use rows(), each of which has."
+            )
+
     def _joined(self, column: str) -> list[Any]:
+        self._check_flat()
         return [value for step in self.steps for value in getattr(step, column).tolist()]
 
     @property
@@ -793,6 +857,7 @@ class Trajectory(ShownTrajectory):
 
     @property
     def completion_ids(self) -> list[int]:
+        self._check_flat()
         return [token for step in self.steps[1:] for token in step.token_ids.tolist()]
 
     @property
@@ -823,6 +888,7 @@ class Trajectory(ShownTrajectory):
     def token_advantages(self) -> list[float]:
         """What each token learns with: its step's advantage where attribution is hard, else the
         leaf's, times the token's credit factor; 0.0 where not sampled, and before credit."""
+        self._check_flat()
         advantages: list[float] = []
         for step in self.steps:
             own = step.advantage_below(self.leaf)
@@ -856,7 +922,7 @@ class Trajectory(ShownTrajectory):
             if isinstance(step.cause, RetryCause):
                 return step.cause.beside
             if isinstance(step.cause, RestartCause):
-                return str(step.parent)
+                return str(step.before)
         return ROOT_ID
 
     @property
@@ -871,7 +937,7 @@ class Trajectory(ShownTrajectory):
 
     @property
     def contents(self) -> Iterator[StepContent]:
-        """The content of each step after the prompt."""
+        """The content of each step after the prompt, in time."""
         return (step.content for step in self.steps[1:])
 
     @property
@@ -879,3 +945,14 @@ class Trajectory(ShownTrajectory):
         """Number of executed calls that the policy made."""
         own = (one for one in self.steps if one.origin is Origin.POLICY)
         return sum(len(one.content.observations) for one in own)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A flat path to some steps of a trajectory, for trainers that learn from rows."""
+
+    path: Trajectory
+    """With the flat lists of its tokens; its steps are those whose contexts follow each other,
+    written contexts included."""
+    num_shared: int
+    """How many of its first steps an earlier row has too: context here, learned from there."""

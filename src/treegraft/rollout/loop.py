@@ -28,6 +28,7 @@ from treegraft.core.interfaces import (
     Restarting,
     Retrieved,
     Retriever,
+    Rewriting,
     TreeScorer,
 )
 from treegraft.core.sessions import Point, SessionOpener, Sessions
@@ -39,6 +40,7 @@ from treegraft.core.types import (
     Completion,
     Expand,
     Graft,
+    Observation,
     Origin,
     ParsedStep,
     PathView,
@@ -353,8 +355,9 @@ class _Growth:
                 opening = format.answer_opening(step.written_ids)
             else:
                 opening = format.call_opening(step.written_ids, retry.tool)
-        above = self._ends.get(str(step.parent))
-        if above is None and step.parent != ROOT_ID:
+        before = tree.steps_to(retry.step_id)[-2].id
+        above = self._ends.get(before)
+        if above is None and before != ROOT_ID:
             return []
         used = len(opening) + (0 if above is None else above.num_used)
         if self._g.limits.max_completion_tokens - used < MIN_ROOM:
@@ -497,17 +500,42 @@ class _Growth:
         path.num_tool_calls += len(observations)
         tree.budget.spend(num_tool_calls=len(observations))
         content = replace(content, observations=tuple(observations))
-        shown = format.observation_ids(observations)
-        if len(shown) + len(completion.token_ids) >= room:
+        written = (*path.opening, *completion.token_ids)
+        if not self._add_results(path, written, observations, partial(add, content)):
             # The result does not fit, so the agent never sees it and it is no part of the path.
             add(content, stop_reason=StopReason.LENGTH)
             tree.end_path(path, Status.TRUNCATED)
             return False
-        add(content, observation_ids=shown)
         if self._g.explorer.expands and path.tools.can_branch:
             end = path.copy()
             end.point = path.tools.mark()
             self._ends[step_id] = end
+        return True
+
+    def _add_results(
+        self,
+        path: OpenPath,
+        written: Sequence[int],
+        observations: Sequence[Observation],
+        add: Callable[..., None],
+    ) -> bool:
+        """Appends a step with its results, or with a context below it that has them; False where
+        they leave no room for the next step."""
+        format = self._g.format
+        before = len(path.prefix_ids) - path.num_prompt
+        limit = self._g.limits.max_completion_tokens
+        if isinstance(format, Rewriting) and format.drops_thoughts:
+            spans = format.context_spans(written, observations)
+            if before + sum(len(ids) for ids, _ in spans) >= limit:
+                return False
+            above = path.copy()
+            add()
+            self._tree.add_context(path, above, spans)
+            return True
+        shown = format.observation_ids(observations)
+        if before + len(written) + len(shown) >= limit:
+            return False
+        add(observation_ids=shown)
         return True
 
     async def _complete(

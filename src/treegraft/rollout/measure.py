@@ -93,7 +93,7 @@ def _counted(trees: Sequence[Tree]) -> Counter[str]:
     found = Counter[str]()
     for tree in trees:
         for step in tree.steps[1:]:
-            found["tokens"] += step.num_tokens
+            found["tokens"] += step.num_tokens - step.num_by(Origin.CONTEXT)
             if step.is_graft:
                 found["retrieved"] += step.num_by(Origin.RETRIEVED)
             if isinstance(step.cause, BranchCause):

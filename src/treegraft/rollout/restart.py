@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from treegraft.core.errors import ToolUnavailable
-from treegraft.core.interfaces import Format, Retriever
+from treegraft.core.interfaces import Format, Retriever, Rewriting
 from treegraft.core.sessions import Point, Session, Sessions, Untrue
 from treegraft.core.types import (
     Below,
@@ -80,6 +80,11 @@ class StoredSteps:
             for ids, origin in spans:
                 token_ids += ids
                 own_ids += ids if origin is Origin.POLICY else ()
+            form = self._format
+            # Below them it is history, in which there may be no thoughts.
+            if value.observations and isinstance(form, Rewriting) and form.drops_thoughts:
+                seen = form.context_spans(own_ids, value.observations)
+                token_ids = [token for ids, _ in seen for token in ids]
             yield _Step(value, tuple(token_ids), tuple(own_ids))
 
     def _size(self, traces: Sequence[Trace], steps: Sequence[_Step]) -> Stored:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treegraft.core.columns import Column, written_by
+from treegraft.core.interfaces import Span
 from treegraft.core.sessions import Point, Session
 from treegraft.core.types import (
     ROOT_ID,
@@ -18,6 +19,7 @@ from treegraft.core.types import (
     BranchDecision,
     Cause,
     Completion,
+    ContextCause,
     ContinuationCause,
     Leaf,
     Origin,
@@ -43,11 +45,11 @@ class OpenPath:
 
     parent: str
     """Step below which the next one comes."""
+    context: str
+    """The step whose context it continues; the same unless that was left."""
     prefix_ids: list[int]
     """All tokens of the path, the prompt included: the engine's next input."""
     num_prompt: int
-    num_steps: int = 0
-    """Steps on it, grafts included."""
     num_sampled: int = 0
     """Steps that the policy sampled."""
     num_tool_calls: int = 0
@@ -119,13 +121,14 @@ class OpenTree:
         )
 
     def steps_to(self, step_id: str) -> tuple[Step, ...]:
-        """Returns the steps from the root to `step_id`."""
-        return tuple(self._steps[one] for one in ids_to(step_id))
+        """Returns the steps from the root to `step_id`, without contexts written anew."""
+        steps = (self._steps[one] for one in ids_to(step_id))
+        return tuple(step for step in steps if not step.is_context)
 
     def open_path(self, point: Point | None) -> OpenPath:
         """Returns a path that starts at the root, in the session that `point` opens; None for one
         that makes no call."""
-        return OpenPath(ROOT_ID, list(self.prompt_ids), len(self.prompt_ids), point=point)
+        return OpenPath(ROOT_ID, ROOT_ID, list(self.prompt_ids), len(self.prompt_ids), point=point)
 
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
@@ -224,6 +227,15 @@ class OpenTree:
         why = cause if known is None else known.cause
         self.add_graft(step_id, path, token_ids, content, why, lesson, temperature)
 
+    def add_context(self, path: OpenPath, above: OpenPath, spans: Sequence[Span]) -> None:
+        """Moves the path to a context written anew, which continues that of `above`."""
+        path.context = above.context
+        path.prefix_ids = list(above.prefix_ids)
+        token_ids = tuple(token for ids, _ in spans for token in ids)
+        origins = np.repeat([int(origin) for _, origin in spans], [len(ids) for ids, _ in spans])
+        step_id = self.next_id(path.parent)
+        self._append(step_id, path, token_ids, origins, cause=ContextCause())
+
     def _append(
         self,
         step_id: str,
@@ -237,16 +249,15 @@ class OpenTree:
         unscored = np.zeros(len(token_ids))
         self._steps[step_id] = Step(
             id=step_id,
-            parent=path.parent,
-            depth=path.num_steps + 1,
+            parent=path.context,
+            depth=step_id.count("."),
             token_ids=np.array(token_ids),
             origins=origins,
             loss_mask=written_by(origins, Origin.POLICY),
             **({"sampling_logprobs": unscored, "entropies": unscored} | fields),
         )
-        path.parent = step_id
+        path.parent = path.context = step_id
         path.prefix_ids.extend(token_ids)
-        path.num_steps += 1
 
     def has_leaf(self, step_id: str) -> bool:
         """Returns whether a trajectory has ended with this step."""
@@ -295,13 +306,13 @@ class OpenTree:
     def close(self) -> Tree:
         """Returns the tree in depth-first order."""
         branched = Counter(
-            step.parent for step in self._steps.values() if isinstance(step.cause, BranchCause)
+            step.before for step in self._steps.values() if isinstance(step.cause, BranchCause)
         )
         # Steps arrive as latencies have it; sorted by their ids they are the same in every run.
         steps = sorted(self._steps.values(), key=lambda step: step.ordinals)
         for number, step in enumerate(steps):
             if decision := self._decisions.get(step.id):
-                decision = replace(decision, num_opened=branched[step.parent])
+                decision = replace(decision, num_opened=branched[step.before])
                 steps[number] = replace(step, decision=decision)
         return Tree(
             task=self.task,

@@ -118,6 +118,10 @@ class FormatSettings(Settings):
     require_think: bool = setting(True, default_of=_in_tags)
     """A step without a thought, <think>...</think>, is a format violation; by default in tags
     only."""
+    thoughts: Literal["auto", "keep", "drop"] = "auto"
+    """Whether later steps see the thoughts of earlier ones: "keep" or "drop", which makes prompts
+    short and trains each step in the context that it saw; "auto" does as the model's chat template
+    does, and keeps them in tags."""
     require_boxed: bool = setting(True, default_of=_boxes_in_tags)
     """An answer without \\boxed{} is a format violation; by default in tags only, where `answer`
     looks for the box."""

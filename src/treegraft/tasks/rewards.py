@@ -124,7 +124,7 @@ def overlong_reward(
     """
 
     def penalty(path: Trajectory) -> float:
-        past = sum(path.sampled_mask) - (limit - buffer)
+        past = sum(step.num_sampled for step in path.steps) - (limit - buffer)
         return -min(max(past / buffer, 0.0), 1.0)
 
     return [penalty(path) for path in trajectories]

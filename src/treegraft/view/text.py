@@ -122,7 +122,7 @@ def _drawing(tree: Tree) -> Drawing:
     drawn = {tree.root.id: root}
     for step in tree.steps[1:]:
         # Parents come before their children in a tree's steps.
-        drawn[step.id] = drawn[str(step.parent)].add(_label(step, leaves.get(step.id)))
+        drawn[step.id] = drawn[str(step.before)].add(_label(step, leaves.get(step.id)))
     return root
 
 

@@ -101,7 +101,7 @@ class BalancedBranching(EntropyBranching):
         part of what is missing, which leaves room for branches."""
         missing = max_leaves - len(tree.leaves)
         wanted = num_global_rollouts(self._changes(tree), max_leaves, weight=BUDGET_WEIGHT)
-        if (more := wanted - sum(step.parent == tree.root.id for step in tree.steps)) > 0:
+        if (more := wanted - sum(step.before == tree.root.id for step in tree.steps)) > 0:
             return Start(min(missing, more))
         # At most half, so that the rest can still branch.
         return Start(min(wanted, (missing + 1) // 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from treegraft import Origin, Tree
@@ -56,8 +57,9 @@ def _scored(tree: Tree) -> Iterator[tuple[float, str]]:
     for path in tree.trajectories():
         steps = [step for step in path.steps[1:] if step.origin is Origin.POLICY]
         values = [step.sampled_entropies for step in steps]
+        above_of = {step.id: above for above, step in pairwise(path.steps)}
         for score, step in zip(peaks(values)[1:], steps[1:], strict=True):
-            above = next(one for one in path.steps if one.id == step.parent)
+            above = above_of[step.id]
             if above.origin is Origin.POLICY and step.num_sampled:
                 yield score, above.id
 

@@ -96,8 +96,8 @@ def _begun(paths: Sequence[Trajectory]) -> dict[str, list[float]]:
     for path in paths:
         # The first one: above it stands the rollout that starts at the prompt.
         first = next((step for step in path.steps if isinstance(step.cause, BranchCause)), None)
-        if first is not None and first.parent is not None and path.leaf.advantage is not None:
-            found.setdefault(first.parent, []).append(path.leaf.advantage)
+        if first is not None and first.before is not None and path.leaf.advantage is not None:
+            found.setdefault(first.before, []).append(path.leaf.advantage)
     return found
 
 

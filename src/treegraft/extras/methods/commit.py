@@ -102,12 +102,12 @@ class CommitBranching(Independent):
         if not members or not self._settings.answers:
             return []
         # An answer there exists already, and was wrong.
-        answered = {path.steps[-1].parent for path in members if _has_answered(path)}
+        answered = {path.steps[-1].before for path in members if _has_answered(path)}
         longest = min(members, key=lambda path: (-path.num_tool_calls, path.steps[-1].ordinals))
         steps = []
         # Below the prompt nothing is known yet.
         for step in longest.steps[2:]:
-            is_new = step.parent not in answered and step.id not in tried
+            is_new = step.before not in answered and step.id not in tried
             if step.content.observations and _is_own(step) and is_new:
                 steps.append(step)
         found = []

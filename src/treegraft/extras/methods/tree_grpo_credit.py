@@ -44,4 +44,4 @@ def compared(members: Sequence[Trajectory], eps: float) -> Floats:
 
 def _own_start(path: Trajectory) -> str:
     """The first step of its own rollout, also where that began below stored steps."""
-    return next(step.id for step in path.steps if step.parent == path.start_id)
+    return next(step.id for step in path.steps if step.before == path.start_id)

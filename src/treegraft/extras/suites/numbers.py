@@ -234,7 +234,7 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         pass_at=pass_at,
         tool_calls_mean=num_calls / len(paths),
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
-        sampled_tokens_mean=fmean(sum(path.sampled_mask) for path in paths),
+        sampled_tokens_mean=fmean(sum(step.num_sampled for step in path.steps) for path in paths),
         # Of all calls, those of wrong trajectories too.
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
         levels=_levels(trees, score),

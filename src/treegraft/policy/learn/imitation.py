@@ -51,13 +51,13 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
             return f"{ROOT_ID}.{number}{step_id[len(ROOT_ID) :]}"
 
         for step in tree.steps:
-            cut = shared if step.parent is None else 0
+            cut = shared if step.before is None else 0
             tokens = step.num_tokens - cut
             steps.append(
                 replace(
                     step,
                     id=moved(step.id),
-                    parent=ROOT_ID if step.parent is None else moved(step.parent),
+                    parent=ROOT_ID if step.before is None else step.parent and moved(step.parent),
                     depth=step.depth + 1,
                     token_ids=step.token_ids[cut:],
                     origins=step.origins[cut:],

@@ -3,10 +3,13 @@ over.
 
     tree            0: p p    0.0: s s t    0.0.0: s    0.1: s        leaves: 0.0.0, 0.1
     packed          p  p  s  s  t  s  s
-    position        0  1  2  3  4  5  2                               tokens before it on its path
+    position        0  1  2  3  4  5  2                             tokens before it in its context
     node ends       7  7  6  6  6  6  7        token i sees token j iff j <= i < end(node of j)
     unique sampled        0  1     2  3
     contributions   leaf 0: 0 1 2;  leaf 1: 3
+
+A step whose context was written anew lies below the step which that continues, so that each token
+sees what the policy saw; the packed tree is that of contexts, and may have several roots.
 
 A token that k trajectories share is scored once and contributes k times, each time with that
 trajectory's own advantage, so every published objective comes out as if the trajectories had been
@@ -111,8 +114,10 @@ class TreeBatch:
 
     @property
     def num_path_tokens(self) -> int:
-        """Number of tokens that separate trajectories would hold."""
-        return sum(step.num_tokens for path in self.paths for step in path.steps)
+        """Number of tokens that separate trajectories would hold, each in the rows of its
+        contexts."""
+        rows = (row for path in self.paths for row in path.rows())
+        return sum(step.num_tokens for row in rows for step in row.path.steps)
 
     @property
     def lengths(self) -> Tensor:
@@ -187,11 +192,9 @@ class _Packer:
     def add(self, tree: Tree) -> None:
         """Appends one tree's tokens, nodes and contributions."""
         imitated = imitated_steps(tree) if self.takes_imitated else {}
-        # Depth first, by ordinals: everything below a step then follows it without a gap, so that
+        # Depth first by contexts: everything below a step then follows it without a gap, so that
         # two numbers say who sees it. It also makes the sums' order that of the tree alone.
-        steps = tree.steps
-        if imitated:
-            steps = tuple(sorted([*steps, *imitated.values()], key=lambda step: step.ordinals))
+        steps = in_packed_order([*tree.steps, *imitated.values()])
         start = self.num_tokens
         end = self.num_tokens
         lengths: list[int] = []
@@ -222,7 +225,7 @@ class _Packer:
         unique = self._add_scored(steps, np.array(lengths), places, np.array(sources), index)
         nodes = _nodes(steps, offsets, end)
         self.trees.append(PackedTree(start, end, nodes))
-        self._contribute(tree, imitated, unique)
+        self._contribute(tree, steps, imitated, unique)
         self.num_tokens = end
 
     def _add_scored(
@@ -269,9 +272,13 @@ class _Packer:
         return unique
 
     def _contribute(
-        self, tree: Tree, imitated: Mapping[str, Step], unique: Mapping[str, tuple[int, int]]
+        self,
+        tree: Tree,
+        steps: Sequence[Step],
+        imitated: Mapping[str, Step],
+        unique: Mapping[str, tuple[int, int]],
     ) -> None:
-        own = [step for step in tree.steps if unique[step.id][1]]
+        own = [step for step in steps if step.ordinals[-1] >= 0 and unique[step.id][1]]
         carries = _joined(step.loss_mask[step.sampled_mask] for step in own).astype(np.bool_)
         base = unique[own[0].id][0] if own else 0
         rows: list[tuple[int, int, int, float, bool]] = []
@@ -341,7 +348,7 @@ def _imitated_step(step: Step) -> Step:
     return Step(
         # A step of its own at the graft's side, not part of it: on the path below, the next step
         # follows the graft's text, never the imitated one.
-        id=f"{step.parent}.{-1 - step.ordinals[-1]}",
+        id=f"{step.before}.{-1 - step.ordinals[-1]}",
         parent=step.parent,
         depth=step.depth,
         token_ids=np.array(step.lesson_ids),
@@ -353,17 +360,35 @@ def _imitated_step(step: Step) -> Step:
     )
 
 
+def in_packed_order(steps: Sequence[Step]) -> list[Step]:
+    """Returns the steps of a tree depth first by their contexts, siblings by their ids. That is the
+    order of a tree's own steps unless a context was left and taken up again later."""
+    below: dict[str | None, list[Step]] = {}
+    # From the last, which is taken last from a stack.
+    for step in sorted(steps, key=lambda step: step.ordinals, reverse=True):
+        below.setdefault(step.parent, []).append(step)
+    waiting = below.get(None, [])
+    found = []
+    while waiting:
+        step = waiting.pop()
+        found.append(step)
+        waiting += below.get(step.id, ())
+    return found
+
+
 def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
     """The steps with single-child chains joined: fewer, longer nodes cost attention less."""
     children = Counter(step.parent for step in steps)
+    depths: dict[str | None, int] = {None: 0}
+    for step in steps:
+        depths[step.id] = depths[step.parent] + 1
     heads = [step for step in steps if step.parent is None or children[step.parent] > 1]
     starts = [offsets[step.id] for step in heads] + [end]
     nodes = []
     for index, step in enumerate(heads):
         # Everything below a step follows it; its subtree ends where the first other one begins.
-        depth = len(step.ordinals)
         below = index + 1
-        while below < len(heads) and heads[below].ordinals[:depth] == step.ordinals:
+        while below < len(heads) and depths[heads[below].id] > depths[step.id]:
             below += 1
         # A failed step without tokens has nothing to attend to or from.
         if starts[index] < starts[index + 1]:

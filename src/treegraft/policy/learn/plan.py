@@ -15,7 +15,7 @@ from treegraft.core.columns import Column
 from treegraft.core.team import Team
 from treegraft.core.types import Step, Tree
 from treegraft.policy.deal import deal
-from treegraft.policy.learn.pack import num_tree_tokens, plan_packs, split_tree
+from treegraft.policy.learn.pack import in_packed_order, num_tree_tokens, plan_packs, split_tree
 
 
 class Part(NamedTuple):
@@ -95,7 +95,7 @@ def by_step(plan: Plan, columns: Sequence[Tensor]) -> Iterator[tuple[int, Step, 
         values = column.tolist()
         place = 0
         for owner, tree in pack:
-            for step in tree.steps:
+            for step in in_packed_order(tree.steps):
                 count = step.num_sampled
                 yield owner, step, values[place : place + count]
                 place += count

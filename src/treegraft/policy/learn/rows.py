@@ -1,4 +1,5 @@
-"""Trees as rows, one for each trajectory, for the loss of any trainer. Without torch."""
+"""Trees as rows, one for each trajectory or context of its own, for the loss of any trainer.
+Without torch."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from dataclasses import dataclass
 
 from treegraft.algo.rapo import shaping_factor
 from treegraft.core.errors import SettingError
-from treegraft.core.types import LEARNING_RULES, Origin, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Origin, Row, Tree
 from treegraft.settings.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRow:
-    """One trajectory as a row. T is the number of tokens after the prompt; every list [T] has
-    one entry for each of them.
+    """One trajectory as a row, or a part of one: where contexts were written anew, a trajectory has
+    a row for each of them, which share its weight, its reward and its |y|. T is the number of
+    tokens after the prompt; every list [T] has one entry for each of them.
 
     A search, its result and an answer (s sampled, t tool):
 
@@ -24,7 +26,7 @@ class LeafRow:
     """
 
     prompt_ids: list[int]
-    """The root's tokens."""
+    """The root's tokens, or the part of the context that an earlier row has too."""
     completion_ids: list[int]
     """[T] what engine and tools wrote, never tokenised again; may be empty."""
     loss_mask: list[bool]
@@ -58,11 +60,13 @@ class LeafRow:
 
 
 def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
-    """Returns one row for each leaf that counts in the loss, in the order of trees and leaves.
-    Failed leaves have none, and the others of their group share their weight.
+    """Returns the rows of each leaf that counts in the loss, in the order of trees and leaves: one,
+    or one for each context of its own. Failed leaves have none, and the others of their group share
+    their weight.
 
     With ρ = π(y_t) / π_old(y_t), l(r, A) = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) and
-    |G| the number of different `group_id`, the loss of an optimiser step over rows i is
+    |G| the number of different `group_id`, the loss of an optimiser step over rows i is, with j
+    over trajectories (rows of one `group_id` and `leaf_id` once),
 
         L = Σ_i c_i Σ_t loss_mask_it · l(shaping_i · ρ_it, advantages_it)
 
@@ -96,18 +100,23 @@ def leaf_rows(trees: Sequence[Tree], config: Config) -> list[LeafRow]:
     for tree in trees:
         for path in tree.trajectories():
             if LEARNING_RULES[path.status].in_denominator:
-                rows.append(_row(path, tree.group_id, config.loss.shaping_weight))
+                num_denominator = path.num_loss_tokens
+                for row in path.rows():
+                    how = (tree.group_id, config.loss.shaping_weight, num_denominator)
+                    rows.append(_row(row, *how))
     return rows
 
 
-def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
+def _row(row: Row, group_id: str, shaping_weight: float, num_denominator: int) -> LeafRow:
+    path = row.path
     leaf = path.leaf
     # Other trainers have the prompt in a column of its own.
-    steps = path.steps[1:]
-    start = len(path.prompt_ids)
+    num_shared = max(1, row.num_shared)
+    steps = path.steps[num_shared:]
+    start = sum(step.num_tokens for step in path.steps[:num_shared])
     return LeafRow(
-        prompt_ids=path.prompt_ids,
-        completion_ids=path.completion_ids,
+        prompt_ids=path.token_ids[:start],
+        completion_ids=path.token_ids[start:],
         loss_mask=path.loss_mask[start:],
         advantages=path.token_advantages[start:],
         sampling_logprobs=path.sampling_logprobs[start:],
@@ -115,7 +124,7 @@ def _row(path: Trajectory, group_id: str, shaping_weight: float) -> LeafRow:
         origins=path.origins[start:],
         shaping=shaping_factor(leaf.retrieved_frac, shaping_weight),
         weight=leaf.weight,
-        num_denominator=path.num_loss_tokens,
+        num_denominator=num_denominator,
         reward=leaf.reward,
         is_correct=leaf.is_correct,
         group_id=group_id,

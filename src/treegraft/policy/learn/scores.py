@@ -156,8 +156,8 @@ def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
-    """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
-    that cannot be packed.
+    """Returns the same as `packed_hidden` from one plain forward pass per trajectory, or row of
+    one, for models that cannot be packed.
 
     A token that trajectories share is taken from one of them: its prefix, and so its gradient, is
     the same in all.
@@ -168,11 +168,19 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     count = 0
     numbers = torch.arange(len(place), device=device)
     for path, own in zip(batch.paths, batch.per_trajectory(numbers), strict=True):
-        ids = torch.tensor([path.token_ids], device=device)
-        states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-        is_sampled = torch.tensor(path.sampled_mask, device=device)
-        # The state before a token predicts it; a path's first token is never sampled.
-        hidden.append(states[:-1][is_sampled[1:]])
+        states: dict[str, Tensor] = {}
+        for row in path.rows():
+            ids = torch.tensor([row.path.token_ids], device=device)
+            found = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+            # The state before a token predicts it; a path's first token is never sampled.
+            found = torch.cat([found[:1], found[:-1]])
+            parts = found.split([step.num_tokens for step in row.path.steps])
+            for step, part in list(zip(row.path.steps, parts, strict=True))[row.num_shared :]:
+                states[step.id] = part[
+                    torch.tensor(step.sampled_mask.tolist(), dtype=torch.bool, device=device)
+                ]
+        # In time, as its contributions are.
+        hidden += [states[step.id] for step in path.steps]
         place[own] = torch.arange(count, count + len(own), device=device)
         count += len(own)
     return torch.cat(hidden).index_select(0, place)

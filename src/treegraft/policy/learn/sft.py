@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from treegraft.core.demonstration import Demonstration, Show, Written, solution, tree_of_paths
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Format, TaskSource
+from treegraft.core.interfaces import Format, Rewriting, Span, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.types import Origin, StepContent, Task, Tree
 from treegraft.policy.learn.optimiser import decay
@@ -240,9 +240,13 @@ def demonstration_tree(
             continue
         masked = _decision_token(format, steps, index) if masks_decisions and index else None
         spans = format.render_step(content)
+        context: Sequence[Span] = ()
+        if content.observations and isinstance(format, Rewriting) and format.drops_thoughts:
+            context = format.context_spans(spans[0][0], content.observations)
+            spans = spans[:1]
         origins = [origin for ids, origin in spans for _ in ids]
         has_loss = (origin is Origin.POLICY and n != masked for n, origin in enumerate(origins))
-        path.append(Written(content, spans, tuple(has_loss)))
+        path.append(Written(content, spans, tuple(has_loss), context))
     return tree_of_paths(task, f"warmup/{task.id}", format.prompt_ids(task), [path])
 
 

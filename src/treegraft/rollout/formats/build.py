@@ -47,6 +47,7 @@ def build_format(
         max_context=max_context,
         end_ids=end_ids,
         mentions_retrieval=mentions_retrieval,
+        thoughts=settings.thoughts,
     )
     if settings.kind == "tags":
         return TagsFormat(tokenizer, tools, **options)

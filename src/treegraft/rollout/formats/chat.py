@@ -17,7 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import SYSTEM_ROLES, Observation, ParsedStep, StepContent, Task, ToolCall
+from treegraft.core.types import (
+    SYSTEM_ROLES,
+    Observation,
+    Origin,
+    ParsedStep,
+    StepContent,
+    Task,
+    ToolCall,
+)
 from treegraft.rollout.formats.markup import (
     WITHHELD,
     FormatOptions,
@@ -76,7 +84,9 @@ class ChatFormat(MarkedFormat):
             system_prompt=self.system_prompt,
             options=template_options,
             require_think=self._require_think,
+            thoughts=self._thoughts,
         )
+        self.drops_thoughts = self._template.drops_thoughts
         dialect = self._dialect = self._template.dialect
         self._foreign_marks = (*RETRIEVE, *SHOWN_RESULT, *sorted(dialect.result_marks))
         """Marks that the agent must not write."""
@@ -245,6 +255,27 @@ class ChatFormat(MarkedFormat):
         """
         texts = [one.text for one in observations]
         return tuple(self._harmless_ids(lambda safe: self._template.results([*map(safe, texts)])))
+
+    def context_spans(
+        self, token_ids: Sequence[int], observations: Sequence[Observation]
+    ) -> tuple[Span, ...]:
+        """Returns the turn as the template shows it to later ones, without its thought, and what
+        `observation_ids` gives."""
+        ids, _ = self._before_end(token_ids)
+        _, body, _ = _split_thought(self._decode(ids))
+        # As said, not as parsed: `StepContent` has text before a call among its thoughts.
+        said, _, _ = body.partition(self._dialect.opening or body)
+        calls = []
+        for call in self.parse_step(token_ids).content.calls:
+            is_known = call.name in self._signatures
+            calls.append(self._arguments(call) if is_known else (call.name, json.loads(call.body)))
+        try:
+            turn = self._encode(self._template.earlier_turn(said.strip(), calls))
+        except ValueError:
+            # What the template cannot write stays as it was.
+            turn = [*token_ids]
+        own: Span = (tuple(turn), Origin.CONTEXT)
+        return own, (self.observation_ids(observations), Origin.TOOL)
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         def render(safe: Callable[[str], str]) -> str:

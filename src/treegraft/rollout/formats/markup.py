@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
@@ -85,6 +85,9 @@ class FormatOptions(TypedDict, total=False):
     mentions_retrieval: bool
     """The composed system prompt says that context may come in retrieve tags, as in runs with
     grafts; False by default."""
+    thoughts: Literal["auto", "keep", "drop"]
+    """Whether later steps see the thoughts of earlier ones; "auto", the default, as the chat
+    template has it, and in tags they do."""
 
 
 class MarkedFormat(ABC):
@@ -95,6 +98,8 @@ class MarkedFormat(ABC):
     _forged: re.Pattern[str]
     """Finds the marks that no foreign text may hold; see `loosely`."""
     _graft_marks: tuple[str, str]
+    drops_thoughts: bool
+    """Whether later steps see earlier ones without their thoughts."""
     notes: tuple[str, ...] = ()
     """Remarks for the user on how the format came about."""
 
@@ -112,6 +117,8 @@ class MarkedFormat(ABC):
         self._tools = tools
         self._given_prompt = options.get("system_prompt")
         self._mentions_retrieval = options.get("mentions_retrieval", False)
+        self._thoughts = options.get("thoughts", "auto")
+        self.drops_thoughts = self._thoughts == "drop"
 
     @cached_property
     def system_prompt(self) -> str:

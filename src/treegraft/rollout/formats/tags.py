@@ -20,7 +20,15 @@ from typing import Any, Unpack
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool
-from treegraft.core.types import SYSTEM_ROLES, Observation, ParsedStep, StepContent, Task, ToolCall
+from treegraft.core.types import (
+    SYSTEM_ROLES,
+    Observation,
+    Origin,
+    ParsedStep,
+    StepContent,
+    Task,
+    ToolCall,
+)
 from treegraft.rollout.formats.markup import (
     FormatOptions,
     MarkedFormat,
@@ -237,6 +245,16 @@ class TagsFormat(MarkedFormat):
             ids += self._foreign_ids(observation.text)
             ids += self._encode(f"\n</{RESULT}>\n")
         return tuple(ids)
+
+    def context_spans(
+        self, token_ids: Sequence[int], observations: Sequence[Observation]
+    ) -> tuple[Span, ...]:
+        """Returns the step's call without its thought, and its results."""
+        ids, kept, _ = self._up_to_action(token_ids)
+        call = self._decode(ids)[len(kept) :]
+        split = not self._specials.is_markup_special
+        own: Span = (tuple(self._encode(call, split_special_tokens=split)), Origin.CONTEXT)
+        return own, (self.observation_ids(observations), Origin.TOOL)
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         ids: list[int] = []

@@ -1,4 +1,5 @@
-"""A tokenizer's chat template as a text that only grows.
+"""A tokenizer's chat template as a text that only grows, the agent's own turns apart where later
+ones see them without their thoughts.
 
     prompt | the agent's turn, its end token | rest of that turn, results, opening of the next turn
     | the agent's turn ...
@@ -15,7 +16,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tokenizer
@@ -31,6 +32,7 @@ _PARAMETER = "zqparameter"
 _VALUE = "zqvalue"
 _THOUGHT = "zqthought"
 _RESULT = "zqresult"
+_BEHIND_THOUGHT = "\n\n"
 _DECODER = json.JSONDecoder()
 Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
@@ -89,11 +91,13 @@ class ChatTemplate:
         system_prompt: str = "",
         options: Mapping[str, Any] | None = None,
         require_think: bool = True,
+        thoughts: Literal["auto", "keep", "drop"] = "auto",
     ) -> None:
         """Args: schemas: of the tools, in the shape of OpenAI's chat completions. end_ids: tokens
         that end a completion; one of them has to end the agent's turn. system_prompt: "" sends
         none. options: further variables of the template, such as enable_thinking. require_think:
-        thoughts stand in tags even where the template itself knows none, and must be kept.
+        thoughts stand in tags even where the template itself knows none, and must have a place.
+        thoughts: whether later turns see those of earlier ones; "auto" as the template has it.
 
         Raises `SettingError` for a template that cannot be appended to, or that has no place for
         thoughts, calls or results.
@@ -103,6 +107,9 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._require_think = require_think
+        self._thoughts = thoughts
+        self.drops_thoughts = thoughts == "drop"
+        """Whether later turns see earlier ones without their thoughts."""
         self._ends = [tokenizer.decode([index], skip_special_tokens=False) for index in end_ids]
         if not tokenizer.chat_template:
             raise TemplateRefusal(
@@ -111,6 +118,8 @@ class ChatTemplate:
         source = str(tokenizer.chat_template)
         self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in source)
         self._dummy: Message = {}
+        self._left = ""
+        """What a dropped thought leaves behind."""
         self._rest = ""
         try:
             self._learn()
@@ -133,8 +142,22 @@ class ChatTemplate:
         Raises:
             ValueError: the template cannot write it.
         """
+        return self._turn(self._agent(thought, calls, answer))
+
+    def earlier_turn(self, said: str, calls: Sequence[Call]) -> str:
+        """Returns the agent's turn as later ones see it where thoughts are dropped, its end token
+        included.
+
+        Args:
+            said: its text before the calls, the thought left out.
+
+        Raises:
+            ValueError: the template cannot write it.
+        """
+        return self._turn(_message(self._left + said, calls))
+
+    def _turn(self, message: Message) -> str:
         start = self._start("?")
-        message = self._agent(thought, calls, answer)
         prompt = self._asked(start, opens=True)
         whole = self._asked([*start, message])
         if not whole.startswith(prompt):
@@ -160,13 +183,10 @@ class ChatTemplate:
         if not self.dialect.tags_thoughts:
             said = f"{thought}\n\n" if thought and answer else thought
         elif thought or self._require_think:
-            said = f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n"
+            said = f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}{_BEHIND_THOUGHT}"
         else:
             said = ""
-        message: Message = {"role": "assistant", "content": said + answer}
-        if calls:
-            message["tool_calls"] = [_call(number, *call) for number, call in enumerate(calls)]
-        return message
+        return _message(said + answer, calls)
 
     def _render(self, messages: list[Message], *, opens: bool = False) -> str:
         # None, not []: some templates write a heading for an empty list of tools.
@@ -216,10 +236,14 @@ class ChatTemplate:
         last = self._asked([*start, self._dummy])
         earlier = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
         if _THOUGHT in last and _THOUGHT not in earlier:
-            raise _refusal(
-                "it drops the thoughts of earlier turns, so the agent's own text would not stay"
-            )
+            if self._thoughts == "keep":
+                raise _refusal(
+                    "it drops the thoughts of earlier turns, and format.thoughts is 'keep'; set it"
+                    " to 'drop'"
+                )
+            self.drops_thoughts = True
         if _THOUGHT in last:
+            self._learn_drop(start, prompt, earlier)
             return
         if self._require_think:
             raise _refusal(
@@ -228,6 +252,27 @@ class ChatTemplate:
             )
         self.dialect = replace(self.dialect, keeps_thoughts=False)
         self._dummy = self._agent("", [_PROBE])
+
+    def _learn_drop(self, start: list[Message], prompt: str, earlier: str) -> None:
+        """Takes a dummy turn without a thought where later turns see none."""
+        if not self.drops_thoughts:
+            return
+        # Some leave the white space that stood behind the thought.
+        for left in ("", _BEHIND_THOUGHT):
+            self._dummy = _message(left, [_PROBE])
+            self._left = left
+            dropped = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
+            if dropped == earlier or _THOUGHT in earlier:
+                break
+        else:
+            raise _refusal(
+                "it writes an earlier turn otherwise if it had a thought than if it had none"
+            )
+        if not dropped.startswith(prompt):
+            raise _refusal(
+                "it drops the thoughts of earlier turns and opens a thought before each turn, so"
+                " that earlier turns do not continue the prompt they were written behind"
+            )
 
     def _learn_calls(self, start: list[Message], prompt: str) -> None:
         """Reads off how a call is written."""
@@ -331,6 +376,13 @@ class ChatTemplate:
         whole = self._asked([*path, self._agent(_THOUGHT, (), "zqanswer")])
         if not _squeezed(whole).startswith(_squeezed(prompt)):
             raise _refusal("it writes earlier turns differently once the answer follows")
+
+
+def _message(said: str, calls: Sequence[Call]) -> Message:
+    message: Message = {"role": "assistant", "content": said}
+    if calls:
+        message["tool_calls"] = [_call(number, *call) for number, call in enumerate(calls)]
+    return message
 
 
 def _call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
