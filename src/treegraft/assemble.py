@@ -29,7 +29,10 @@ from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Filters, StepContent, Task, Tree
 from treegraft.explore.build import build_explorer
 from treegraft.policy.engine.build import needs_weights, opened_engine
+from treegraft.rollout.agents.grower import AgentGrower
+from treegraft.rollout.agents.programs import Program, build_program
 from treegraft.rollout.formats.build import build_format
+from treegraft.rollout.formats.chat import described_tool
 from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Placement
@@ -73,6 +76,8 @@ class Parts:
     scorer: TreeScorer
     load_model: Callable[[], Any]
     """Loads the model of model.path, another one at each call."""
+    program: Program | None = None
+    """The agent that owns its loop; None for ours."""
     own_engine: Engine | None = None
     """None where none was asked for."""
     placement: Placement | None = None
@@ -113,6 +118,13 @@ class Parts:
 
                     stack.enter_context(with_gradients())
                 world = _World.of(config, source)
+                if placement is not None and world.program is not None:
+                    raise SettingError(
+                        "agent.run: an agent that owns its loop runs in the process that trains;"
+                        " got a cluster. Start the run without one.",
+                        settings=["agent.run"],
+                        code="agent-on-cluster",
+                    )
                 loaded = _Loaded.of(world, needs, model_path, engine, placement, num_ranks)
                 if engine is None and needs in ("engine", "learner"):
                     opening = loaded.opening(num_ranks, placement, model_path)
@@ -231,7 +243,17 @@ class Parts:
     ) -> Grower:
         """Returns a grower of trees within `limits`, None for those of training; without a
         retriever nothing is grafted."""
-        make = Grower if self.placement is None else self.placement.grower
+        make: Callable[..., Grower] = Grower
+        if self.program is not None:
+            room = longest_completion(self.config)[1]
+            make = functools.partial(
+                AgentGrower,
+                program=self.program,
+                temperature=self.config.rollout.temperature,
+                max_context=None if self.max_prompt is None else self.max_prompt + room,
+            )
+        elif self.placement is not None:
+            make = self.placement.grower
         return make(
             self.engine,
             self.format,
@@ -283,6 +305,7 @@ class _World:
     rewards: Sequence[WeightedReward]
     kind: EnvironmentKind | None
     tools: Sequence[Tool]
+    program: Program | None
 
     @classmethod
     def of(cls, config: Config, source: TaskSource | None) -> Self:
@@ -295,7 +318,7 @@ class _World:
         explorer = build_explorer(config.explore, vocab_size=2)
         # All contradictions at once, so that a recipe is corrected once.
         refuse(check(config, explorer, tools, kind))
-        return cls(config, tasks, rewards, kind, tools)
+        return cls(config, tasks, rewards, kind, tools, build_program(config.agent.run))
 
     def load_model(
         self, path: Path | str | None, *, has_weights: bool = True, on_gpu: bool = True
@@ -348,7 +371,8 @@ class _World:
         form = build_format(
             config.format,
             tokenizer,
-            self.tools,
+            # An agent's tools come with its requests; the template has to have a place for them.
+            self.tools or ([described_tool("a_tool")] if self.program else []),
             max_context=max_prompt,
             end_ids=output_head.end_token_ids(loaded.model, tokenizer.eos_token_id),
             mentions_retrieval="graft" in config.explore.explorers,
@@ -365,6 +389,7 @@ class _World:
             "max_prompt": max_prompt,
             "toolbox": toolbox,
             "kind": self.kind,
+            "program": self.program,
             "rewards": self.rewards,
             "load_model": lambda: self.load_model(None)[0],
             "scorer": build_scorer(config, self.rewards, form.written_text),

@@ -33,7 +33,7 @@ from treegraft.settings.table import (
     when,
 )
 from treegraft.settings.tasks import FormatSettings, RewardSettings, SamplerSettings, TasksSettings
-from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
+from treegraft.settings.tools import AgentSettings, EnvironmentSettings, ToolsSettings
 
 
 class RunSettings(Settings):
@@ -172,6 +172,7 @@ class Config(Settings):
     environment: EnvironmentSettings = setting(
         EnvironmentSettings(), idle_unless=when("environment.kind")
     )
+    agent: AgentSettings = AgentSettings()
     reward: RewardSettings = setting(RewardSettings(), same_answers=True)
     explore: ExploreSettings = setting(ExploreSettings(), ignored_by_eval=True)
     buffer: BufferSettings = setting(

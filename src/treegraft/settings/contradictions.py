@@ -236,6 +236,7 @@ def check(
         *_rewards_contradicted(config, environment),
         *_branches_contradicted(config, explorer, tools, environment),
         *_grafts_contradicted(config, environment),
+        *_agent_contradicted(config, explorer, tools),
     ]
 
 
@@ -280,6 +281,9 @@ def branches(explorer: Explorer) -> bool:
 def _rewards_contradicted(
     config: Config, environment: EnvironmentKind | None
 ) -> Iterator[Contradiction]:
+    # An agent that owns its loop may end with a reward.
+    if config.agent.run:
+        return
     if "environment" in config.reward.funcs and (environment is None or not environment.has_reward):
         fault = "environment.kind is empty"
         if environment is not None:
@@ -336,4 +340,39 @@ def _grafts_contradicted(
             f"explore.explorers: got '{name}' with an environment whose capability is 'none';"
             " expected 'fork' or 'replay', since the calls of stored steps are made in it first."
             f" Declare one of them, or leave '{name}' out.",
+        )
+
+
+def _agent_contradicted(
+    config: Config, explorer: Explorer, tools: Sequence[Tool]
+) -> Iterator[Contradiction]:
+    """Parts of our own loop with an agent that has a loop of its own."""
+    if not config.agent.run:
+        return
+    if config.format.kind != "chat":
+        yield Contradiction(
+            ("agent.run", "format.kind"),
+            f"format.kind: got '{config.format.kind}' with an [agent], expected 'chat': its"
+            " messages are written by the model's chat template.",
+        )
+    if tools:
+        names = [tool.name for tool in tools]
+        yield Contradiction(
+            ("agent.run", "tools.use", "environment.kind", "tasks.kind"),
+            f"agent.run: the agent brings and runs its own tools, but the recipe has {names} from"
+            " tools.use, its environment or its tasks; expected none. Leave them out, or take"
+            " tasks without tools.",
+        )
+    if branches(explorer) or retrieving(config.explore.explorers):
+        yield Contradiction(
+            ("agent.run", "explore.explorers"),
+            f"explore.explorers: got {config.explore.explorers}, but the rollouts of an agent that"
+            " owns its loop cannot branch, retry, restart or be grafted yet; expected"
+            ' ["independent"].',
+        )
+    if config.warmup.num_steps and config.warmup.traces == "expert":
+        yield Contradiction(
+            ("agent.run", "warmup.traces"),
+            "warmup.traces: got 'expert', whose demonstrations are for Treegraft's own loop, not"
+            " for the prompts of an [agent]; set warmup.num_steps = 0.",
         )

@@ -93,3 +93,12 @@ class EnvironmentSettings(Settings):
                 f" {', '.join(table.model_fields)}.",
                 code="environment-options-invalid",
             ) from error
+
+
+class AgentSettings(Settings):
+    run: str | list[str] = setting("", acts="runs")
+    """An agent that owns its loop and samples through an OpenAI-compatible server on the loopback:
+    an import path "package.module:function" of `async def agent(task, client)`, or a command as a
+    list of strings, which finds the server in OPENAI_BASE_URL and OPENAI_API_KEY and the task as
+    JSON in TASK. The result, a command's last line, may be {"answer": ..., "reward": ...}. Empty:
+    Treegraft's own loop."""

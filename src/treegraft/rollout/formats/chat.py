@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Unpack, cast
 
-from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
+from treegraft.core.interfaces import Signature, Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import (
     SYSTEM_ROLES,
     Observation,
@@ -26,6 +27,7 @@ from treegraft.core.types import (
     Task,
     ToolCall,
 )
+from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.markup import (
     WITHHELD,
     FormatOptions,
@@ -72,6 +74,7 @@ class ChatFormat(MarkedFormat):
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
         super().__init__(tokenizer, tools, **options)
+        self._template_options = template_options
         self._is_composed = options.get("system_prompt") is None
         self._has_rules = (
             self._require_think or self._require_boxed or options.get("mentions_retrieval", False)
@@ -245,6 +248,90 @@ class ChatFormat(MarkedFormat):
         problem = f'{name} takes {{"{text_parameter}": "..."}}, one text and nothing else'
         return ToolCall(name, _json(arguments), problem)
 
+    # Conversations of programs that write their own prompts
+
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        """Returns a format for conversations with other tools, described as in OpenAI's requests.
+        It has no system prompt and no rule for thoughts and answers.
+
+        Raises `SettingError` for tools that the chat template cannot write.
+        """
+        tools = [described_tool(**schema["function"]) for schema in schemas]
+        return ChatFormat(
+            self._tokenizer,
+            tools,
+            template_options=self._template_options,
+            system_prompt="",
+            require_think=False,
+            require_boxed=False,
+            answer=AnswerRule("whole"),
+            end_ids=sorted(self._end_ids),
+        )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return self._decode(token_ids)
+
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
+    ) -> list[int]:
+        """Returns the tokens of a whole conversation and of the opening of the agent's turn.
+
+        Args:
+            messages: in the shape that chat templates read; no text can forge a special token, and
+                none of a tool's result a mark.
+            earlier: texts and the tokens that they were read or sampled as; the longest text that
+                the conversation begins with keeps its tokens.
+        """
+        text = self._template.prompt([self._harmless(one) for one in messages])
+        fitting = [one for one in earlier if text.startswith(one[0])]
+        before, ids = max(fitting, key=lambda one: len(one[0]), default=("", ()))
+        return [*ids, *self._encode(text[len(before) :])]
+
+    def _harmless(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        safe = self.sanitized if message["role"] == "tool" else self._specials.broken
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {changed(key): changed(one) for key, one in value.items()}
+            if isinstance(value, list):
+                return [*map(changed, value)]
+            return safe(clean(value, keep_controls=True)) if isinstance(value, str) else value
+
+        return cast(dict[str, Any], changed(message))
+
+    def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
+        """Returns a turn as a message of OpenAI's chat completions, and which rule the turn broke;
+        such a turn is all content.
+
+        Args:
+            number: of the turn in its conversation; the ids of its calls depend on it.
+        """
+        parsed = self.parse_step(token_ids)
+        text = self.written_text(token_ids)
+        if parsed.violation is not None:
+            return {"role": "assistant", "content": text}, parsed.violation
+        opening = THINK_OPENING if self._dialect.opens_thought else ""
+        thought, said, _ = _split_thought(opening + text)
+        calls = parsed.content.calls
+        if calls:
+            said = said.partition(self._dialect.opening or said)[0].rstrip()
+        if thought is not None:
+            said = said.lstrip("\n")
+        message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:03}{place:02}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.body},
+                }
+                for place, call in enumerate(calls)
+            ]
+        return message, None
+
     # Results, foreign steps, and steps as the agent would have written them
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
@@ -384,6 +471,15 @@ class ChatFormat(MarkedFormat):
                 raise ValueError(f"the call {call.body[:80]!r} of '{call.name}' is no JSON object.")
             found = {names[0]: found}
         return call.name, found
+
+
+def described_tool(
+    name: str, description: str = "", parameters: Mapping[str, Any] | None = None
+) -> Tool:
+    """Returns a tool that only a prompt needs: its calls run elsewhere."""
+    schema = parameters or {"type": "object", "properties": {}}
+    signature = Signature(schema)
+    return cast(Tool, SimpleNamespace(name=name, description=description, signature=signature))
 
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:

@@ -1,0 +1,1 @@
+"""Agents that own their loop: programs that ask the policy through an OpenAI-compatible server."""
