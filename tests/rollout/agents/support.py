@@ -15,6 +15,7 @@ from tests.support.tiny_chat import TEMPLATES
 from treegraft.core.types import Task
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.agents.endpoint import Endpoint
+from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.chat import ChatFormat, described_tool
 from treegraft.rollout.limits import Limits
 
@@ -38,7 +39,11 @@ def chat_format(template: str = "qwen2_5") -> ChatFormat:
     tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return ChatFormat(
-        tokenizer, [described_tool("a_tool")], require_think=False, require_boxed=False
+        tokenizer,
+        [described_tool("a_tool")],
+        require_think=False,
+        require_boxed=False,
+        answer=AnswerRule(finds_numbers=True),
     )
 
 

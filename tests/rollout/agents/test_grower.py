@@ -215,7 +215,7 @@ def test_hangs_are_the_agents_unless_it_waits_for_us() -> None:
             await asyncio.sleep(60)
         return CALL
 
-    with raises_code(EngineError, "all-failed"):
+    with raises_code("all-failed", kind=EngineError):
         grown(solve, slow, deadline_s=0.5)
 
 
@@ -274,5 +274,5 @@ def test_results_of_programs() -> None:
         assert outcome_of({"reward": wrong}).problem
     assert programs._last_line("a\n" + json.dumps([1])) == programs.Outcome()
     assert build_program("") is None
-    with raises_code(programs.SettingError, "agent-not-async"):
+    with raises_code("agent-not-async"):
         build_program("json:dumps")

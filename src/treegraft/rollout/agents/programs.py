@@ -28,6 +28,7 @@ MAX_OUTPUT = 8 << 20
 KEPT = 64 << 10
 """Bytes at the end of each that are read."""
 SETTING = "agent.run"
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,11 @@ class CommandProgram:
                 asyncio.create_task(_end_of(one, kill)) for one in (process.stdout, process.stderr)
             ]
             try:
-                # Its own end counts, not that of a child which has its output open.
-                await process.wait()
+                # `wait` would wait for children too that have the output open.
+                while process.returncode is None:
+                    await asyncio.sleep(_PAUSE_S)
             finally:
                 kill()
-                await process.wait()
                 # A child that has left the group may have the output open still.
                 await asyncio.wait(reads, timeout=1)
                 for one in reads:
