@@ -85,7 +85,8 @@ def rows_loss(
 ) -> torch.Tensor:
     """The equation of `leaf_rows`; `old` is a frozen model, None takes the present one."""
     num_groups = len({row.group_id for row in rows})
-    num_tokens = sum(row.weight * row.num_denominator for row in rows)
+    whole = {(row.group_id, row.leaf_id): row.weight * row.num_denominator for row in rows}
+    num_tokens = sum(whole.values())
     total = torch.zeros(())
     for row in rows:
         if not any(row.loss_mask):

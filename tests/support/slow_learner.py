@@ -13,7 +13,7 @@ from tests.support.trees import Part, build_tree
 from torch.nn.attention.flex_attention import flex_attention
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.core.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Origin, Status, Step, Trajectory, Tree
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
@@ -61,20 +61,45 @@ def example_trees(count: int = 2, **credit: Any) -> list[Tree]:
 # ---------------------------------------------------------------------- the slow way
 
 
+def saw(path: Trajectory, step: Step) -> list[Step]:
+    """The steps whose tokens the model saw before this one's, and the step itself."""
+    by_id = {one.id: one for one in (*path.steps, *path.contexts)}
+    found = [step]
+    while (parent := found[0].parent) is not None:
+        found.insert(0, by_id[parent])
+    return found
+
+
 def plain_scores(model: Any, path: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of a trajectory's sampled tokens, from its own forward pass
-    with whole logits."""
-    temperatures = [step.temperature or 1.0 for step in path.steps for _ in step.token_ids]
-    logits = model(input_ids=torch.tensor([path.token_ids]), use_cache=False).logits[0].float()
+    """Log-probabilities and entropies of a trajectory's sampled tokens, from a forward pass of each
+    step in its context, with whole logits; from one of the whole path if that is all contexts."""
+    if path.contexts or any(step.parent != step.before for step in path.steps):
+        passes = [(saw(path, step), {step.id}) for step in path.steps if step.num_sampled]
+    else:
+        passes = [([*path.steps], {step.id for step in path.steps})]
     logprobs = []
     entropies = []
-    for place, is_sampled in enumerate(path.sampled_mask):
-        if is_sampled:
-            row = torch.log_softmax(logits[place - 1] / temperatures[place], dim=-1)
-            logprobs.append(row[path.token_ids[place]])
-            entropies.append(-(row.exp() * row).sum())
-    empty = logits.new_zeros(0)
+    for steps, wanted in passes:
+        ids = [token for step in steps for token in step.token_ids.tolist()]
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        place = 0
+        for step in steps:
+            for is_sampled in step.sampled_mask:
+                if is_sampled and step.id in wanted:
+                    scaled = logits[place - 1] / (step.temperature or 1.0)
+                    row = torch.log_softmax(scaled, dim=-1)
+                    logprobs.append(row[ids[place]])
+                    entropies.append(-(row.exp() * row).sum())
+                place += 1
+    empty = torch.zeros(0)
     return (torch.stack(logprobs), torch.stack(entropies)) if logprobs else (empty, empty)
+
+
+def column(path: Trajectory, name: str) -> list[Any]:
+    """A column of the sampled tokens, step by step in time."""
+    return [
+        value for step in path.steps for value in getattr(step, name)[step.sampled_mask].tolist()
+    ]
 
 
 def slow_loss(
@@ -100,7 +125,7 @@ def slow_loss(
         path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps) for path in counted
     )
     for path in paths:
-        mask = [m for m, sampled in zip(path.loss_mask, path.sampled_mask, strict=True) if sampled]
+        mask = [path.leaf.has_loss and one for one in column(path, "loss_mask")]
         if not any(mask):
             continue
         length = sum(mask)
@@ -121,12 +146,11 @@ def slow_loss(
             for place, sampled in enumerate(step.sampled_mask)
             if sampled
         ]
-        origins = path.origins[len(path.prompt_ids) :]
-        sampled_at = [
-            p
-            for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True)
-            if sampled
-        ]
+        written = [one for step in path.steps[1:] for one in step.origins.tolist()]
+        written += [one for step in path.contexts for one in step.origins.tolist()]
+        # What was written again is no token of the trajectory's own.
+        origins = [one for one in written if one != Origin.CONTEXT]
+        sampled_at = column(path, "sampling_logprobs")
         if loss.old_logprobs == "engine":
             before = torch.tensor(sampled_at)
         gaps = [float(b) - p for b, p in zip(before, sampled_at, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from treegraft.core.types import (
     BranchCause,
     BudgetState,
+    ContextCause,
     ContinuationCause,
     GraftCause,
     Leaf,
@@ -25,11 +26,13 @@ from treegraft.core.types import (
     Task,
     ToolCall,
     Tree,
+    ids_to,
 )
 
 VOCABULARY = 97
 """Token ids of random trees are 3..VOCABULARY - 1, clear of padding and end tokens."""
 LETTERS = {
+    "c": Origin.CONTEXT,
     "p": Origin.PROMPT,
     "s": Origin.POLICY,
     "t": Origin.TOOL,
@@ -122,6 +125,60 @@ def build_tree(
     return Tree(task=task, group_id=f"0/{task_id}", steps=tuple(steps), leaves=tuple(leaves))
 
 
+def with_contexts(tree: Tree, seed: int = 0) -> Tree:
+    """Returns the tree with the results of each step in a context written anew: below the step's
+    own parent, as where thoughts are dropped, or at random below an earlier step or none."""
+    draw = random.Random(f"contexts {seed}")
+    names = {"0": "0"}
+    contexts = {"0": "0"}
+    steps: list[Step] = [tree.root]
+    for step in tree.steps[1:]:
+        before = str(step.before)
+        own = f"{names[before]}.{step.ordinals[-1]}"
+        count = step.num_tokens - step.num_by(Origin.TOOL)
+        is_split = 0 < count < step.num_tokens and not step.is_graft
+        moved = replace(step, id=own, parent=contexts[before], depth=own.count("."))
+        if not is_split:
+            steps.append(moved)
+            names[step.id] = contexts[step.id] = own
+            continue
+        tools = step.origins == int(Origin.TOOL)
+        steps.append(_taken(moved, ~tools))
+        earlier = [contexts[before], contexts[before], *ids_to(own), None]
+        anew = _taken(replace(moved, id=f"{own}.0", parent=draw.choice(earlier)), tools)
+        again = tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(0, 3)))
+        origins = (Origin.CONTEXT,) * len(again) + (Origin.TOOL,) * anew.num_tokens
+        none = (0.0,) * len(origins)
+        anew = replace(
+            anew,
+            depth=own.count(".") + 1,
+            token_ids=(*again, *anew.token_ids.tolist()),
+            origins=origins,
+            loss_mask=(False,) * len(origins),
+            sampling_logprobs=none,
+            entropies=none,
+            cause=ContextCause(),
+        )
+        steps.append(anew)
+        names[step.id] = contexts[step.id] = anew.id
+    leaves = []
+    for leaf in tree.leaves:
+        name = names[leaf.step_id]
+        # The last step of a trajectory has no context below it.
+        if steps[[one.id for one in steps].index(name)].is_context:
+            steps = [one for one in steps if one.id != name]
+            name = name.rpartition(".")[0]
+        leaves.append(replace(leaf, step_id=name))
+    steps.sort(key=lambda step: step.ordinals)
+    return replace(tree, steps=tuple(steps), leaves=tuple(leaves))
+
+
+def _taken(step: Step, mask: Any) -> Step:
+    """The step with some of its tokens."""
+    names = ("token_ids", "origins", "loss_mask", "sampling_logprobs", "entropies")
+    return replace(step, **{name: getattr(step, name)[mask] for name in names})
+
+
 def text_of(tree: Tree, step: Step) -> list[int]:
     """Returns the tokens of the path above an imitated step, then its own."""
     assert step.parent is not None
@@ -210,8 +267,6 @@ def mixed_trees(draw: Any) -> Tree:
 @st.composite
 def recorded_trees(draw: Any) -> Tree:
     """A random tree with everything filled in that a record can hold."""
-    from dataclasses import replace
-
     texts = st.text(max_size=12)
     numbers = st.floats(allow_nan=False, width=64)
     tree = draw(random_trees())

@@ -68,6 +68,10 @@ class Host(NamedTuple):
                 " or `train`.",
                 code="host-model-path",
             )
+        if config.format.thoughts == "drop":
+            raise SettingError(
+                self._no_contexts("format.thoughts: got 'drop'"), code="host-contexts"
+            )
         if not config.run.num_updates:
             raise SettingError(
                 f"run.num_updates: got 0, expected 1 or more inside {self.name}.",
@@ -147,6 +151,9 @@ class Host(NamedTuple):
             )
         # One row a leaf: shared tokens are repeated, whose loss weighs the same (law 19).
         rows = leaf_rows([tree], config)
+        if len({row.leaf_id for row in rows}) < len(rows):
+            got = f"tree '{tree.group_id}': its steps saw contexts of their own"
+            raise SettingError(self._no_contexts(got), code="host-contexts")
         for row in rows:
             pairs = zip(row.temperatures, row.loss_mask, strict=True)
             if any(carries and one != temperature for one, carries in pairs):
@@ -157,6 +164,13 @@ class Host(NamedTuple):
                     code="host-other-temperature",
                 )
         return rows
+
+    def _no_contexts(self, got: str) -> str:
+        return (
+            f"{got}, expected trajectories of one row inside {self.name}, which fixes the rows of a"
+            " group. Set format.thoughts = 'keep', with a chat template that keeps them, or train"
+            " with `treegraft train`."
+        )
 
 
 _NO_TEXTS = "{} learns from what the policy sampled, and imitated texts are none of it"

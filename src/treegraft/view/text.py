@@ -16,6 +16,7 @@ from treegraft.core.errors import DataError
 from treegraft.core.text import plain
 from treegraft.core.types import (
     BranchCause,
+    ContextCause,
     GraftCause,
     Leaf,
     RestartCause,
@@ -36,6 +37,7 @@ _STYLES = {
     "forced": "yellow",
     "prompt": "dim",
     "tool": "blue",
+    "context": "dim",
 }
 
 
@@ -163,6 +165,8 @@ def _remarks(step: Step) -> Iterator[tuple[str, str]]:
         yield f"branch: {why if is_drawn else f'p {cause.probability:.3f}'}", "yellow"
     if isinstance(cause, GraftCause):
         yield f"graft from {plain(cause.source, 40)}, similarity {cause.similarity:.3f}", "magenta"
+    if isinstance(cause, ContextCause):
+        yield f"seen from here on, after {step.parent or 'nothing'}", "dim"
     if isinstance(cause, StoredCause):
         yield f"stored, from {plain(cause.source, 40)}", "magenta"
     if isinstance(cause, RestartCause):

@@ -14,9 +14,9 @@ from treegraft.settings.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRow:
-    """One trajectory as a row, or a part of one: where contexts were written anew, a trajectory has
-    a row for each of them, which share its weight, its reward and its |y|. T is the number of
-    tokens after the prompt; every list [T] has one entry for each of them.
+    """One trajectory as a row, or a part of one: where contexts were written anew, each context is
+    a row, and all rows of the trajectory have its weight, its reward and its |y|. T is the number
+    of tokens after the prompt; every list [T] has one entry for each of them.
 
     A search, its result and an answer (s sampled, t tool):
 

@@ -142,7 +142,16 @@ class ChatTemplate:
         Raises:
             ValueError: the template cannot write it.
         """
-        return self._turn(self._agent(thought, calls, answer))
+        start = self._start("?")
+        prompt = self._asked(start, opens=True)
+        whole = self._asked([*start, self._agent(thought, calls, answer)])
+        if not whole.startswith(prompt):
+            raise ValueError("the template does not write this turn behind its prompt")
+        turn = whole[len(prompt) :]
+        end = self._end_of(turn)
+        if end is None:
+            raise ValueError("the template ends this turn with no end token")
+        return turn[:end]
 
     def earlier_turn(self, said: str, calls: Sequence[Call]) -> str:
         """Returns the agent's turn as later ones see it where thoughts are dropped, its end token
@@ -154,26 +163,16 @@ class ChatTemplate:
         Raises:
             ValueError: the template cannot write it.
         """
-        return self._turn(_message(self._left + said, calls))
-
-    def _turn(self, message: Message) -> str:
         start = self._start("?")
-        prompt = self._asked(start, opens=True)
-        whole = self._asked([*start, message])
-        if not whole.startswith(prompt):
-            raise ValueError("the template does not write this turn behind its prompt")
-        turn = whole[len(prompt) :]
-        end = self._end_of(turn)
-        if end is None:
-            raise ValueError("the template ends this turn with no end token")
-        return turn[:end]
+        message = _message(self._left + said, calls)
+        return self._up_to([*start, message])[len(self._asked(start, opens=True)) :]
 
     def results(self, texts: Sequence[str]) -> str:
         """Returns the text between the agent's end token and its next turn: the results, and
         that turn's opening."""
         start = [*self._start("?"), self._dummy]
         # Rendered anew each time: a template may write the date, which changes at midnight.
-        before = self._render(start)
+        before = self._up_to(start)
         return self._rest + self._render([*start, *map(_result, texts)], opens=True)[len(before) :]
 
     def _start(self, question: str) -> list[Message]:
@@ -209,6 +208,17 @@ class ChatTemplate:
         """Where the last end token of a turn ends; None where there is none."""
         ends = [turn.rfind(text) + len(text) for text in self._ends if text in turn]
         return max(ends, default=None)
+
+    def _up_to(self, path: list[Message]) -> str:
+        """The text up to the end of the last turn, as it stands once results follow."""
+        # A turn that is the last one has its thought, or the mark of an empty one.
+        if not self.drops_thoughts:
+            return self._asked(path)
+        whole = self._asked([*path, _result(_RESULT)], opens=True)
+        end = self._end_of(whole[: whole.rfind(_RESULT)])
+        if end is None:
+            raise ValueError("the template ends this turn with no end token")
+        return whole[:end]
 
     # Finding out
 
@@ -297,7 +307,7 @@ class ChatTemplate:
                 " tokenizer's eos_token"
             )
         # White space or a mark behind the end token, which is never sampled.
-        self._rest = turn[end:]
+        self._rest = "" if self.drops_thoughts else turn[end:]
         closing = turn[place[1] : end]
         for text in self._ends:
             closing = closing.replace(text, "")
@@ -323,7 +333,7 @@ class ChatTemplate:
         """Checks that results are appended, the same way each time; returns the conversation so
         far."""
         path = [*start, self._dummy]
-        before = self._asked(path)
+        before = self._up_to(path)
         after = self._asked([*path, _result(_RESULT)], opens=True)
         if _RESULT not in after:
             raise _refusal("it has no place for a tool's result (a message of the role 'tool')")
@@ -343,7 +353,7 @@ class ChatTemplate:
         path += [_result(_RESULT), self._dummy]
         # White space may differ: some templates close the last result otherwise than earlier ones.
         first = _squeezed(after)
-        second = _squeezed(self._asked(path))
+        second = _squeezed(self._up_to(path))
         again = _squeezed(self._asked([*path, _result(_RESULT)], opens=True))
         if not second.startswith(first) or not again.startswith(second):
             raise _refusal(
@@ -364,7 +374,7 @@ class ChatTemplate:
         there."""
         for key, value in (("name", "zqother"), ("tool_call_id", "call00077")):
             other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)
-            if other[len(self._asked(path)) :] != shown:
+            if other[len(self._up_to(path)) :] != shown:
                 raise _refusal(
                     f"it writes the {key} of each call beside its result, which has to be known"
                     " before the call is made"

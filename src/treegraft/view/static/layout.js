@@ -8,6 +8,9 @@ const [DOT, LABELLED, CLOSE, WIDEST] = [10, 36, 80, 520]; // columns: without wo
 const [LEAST_ROW, MOST_LINES, MOST_BROKEN] = [26, 6, 3];
 const [LEFT, ROOT] = [6, 19];
 
+// The step before one in time, by its id; `step.parent` is the step whose context it continues.
+const before = (step) => step.id.slice(0, Math.max(0, step.id.lastIndexOf(".")));
+
 const leafKey = (leaf) => (leaf ? [leaf.status, leaf.reward, leaf.advantage, leaf.is_correct].join() : "");
 
 // The tree with equal siblings as one node each: {ids, step, depth, children, leaves}. `apart`: nodes, by their first step, that stay unfolded;
@@ -17,7 +20,7 @@ export function fold(tree, { isFolded = true, apart = new Set() } = {}) {
   const steps = new Map(tree.steps.map((step) => [step.id, step]));
   const numbers = new Map(tree.leaves.map((leaf, n) => [leaf.step_id, n]));
   const below = new Map();
-  for (const step of tree.steps) if (step.parent !== null) below.set(step.parent, [...(below.get(step.parent) ?? []), step.id]);
+  for (const step of tree.steps) if (before(step)) below.set(before(step), [...(below.get(before(step)) ?? []), step.id]);
   const key = (id) => [steps.get(id).content_number, ["graft", "branch"].indexOf(steps.get(id).cause?.kind), below.has(id), leafKey(tree.leaves[numbers.get(id)])].join("|");
   const build = (ids) => {
     const groups = new Map();

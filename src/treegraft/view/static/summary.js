@@ -115,7 +115,7 @@ function branches(tree) {
 
 // Whether a step has the tokens of another child of its parent, each of them no branch: rollouts that began alike.
 export function isTwin(tree) {
-  const key = (step) => `${step.parent} ${step.content_number}`;
+  const key = (step) => `${step.depth} ${step.content_number}`;
   const counts = new Map();
   for (const step of tree.steps) if (step.cause?.kind === "start") counts.set(key(step), (counts.get(key(step)) ?? 0) + 1);
   return (step) => step.cause?.kind === "start" && counts.get(key(step)) > 1;
