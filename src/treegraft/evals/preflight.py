@@ -135,7 +135,8 @@ class Preflight:
 
     def _of_calls(self) -> Iterator[Finding]:
         """Whether a call is read back as it was written."""
-        if self._call is None:
+        # An agent that owns its loop brings its own tools.
+        if self._call is None or self.setup.config.agent.run:
             return
         name = f"call of {self._call.calls[0].name}"
         form = self.setup.format

@@ -159,7 +159,6 @@ def test_sessions_know_nothing_of_each_other_and_end() -> None:
                 assert (len(one.calls), len(two.calls)) == (1, 0)
                 mixed = f"{one.api_key.partition('-')[0]}-{two.api_key.partition('-')[2]}"
                 for wrong in (mixed, "x", "0", "0-", one.api_key[:-1], one.api_key + "x"):
-
                     assert (await post(endpoint, wrong, body)).status_code == 401
             assert (await post(endpoint, one.api_key, body)).status_code == 401
 

@@ -50,7 +50,13 @@ said = ask(json.loads(os.environ["TASK"])["question"])
 async def scored(tree: Tree) -> Tree:
     def reward(leaf: Leaf) -> float | None:
         own = leaf.environment_reward
-        return None if leaf.status is Status.FAILED else float(leaf.answer == "42") if own is None else own
+        return (
+            None
+            if leaf.status is Status.FAILED
+            else float(leaf.answer == "42")
+            if own is None
+            else own
+        )
 
     return replace(tree, leaves=tuple(replace(leaf, reward=reward(leaf)) for leaf in tree.leaves))
 
@@ -133,6 +139,25 @@ def test_a_thought_that_the_template_drops_leaves_a_side_branch() -> None:
     assert "hm" not in chat_format().text_of(context.token_ids.tolist())
     assert tree.steps[1].content.thought == "hm"
     assert len(tree.trajectories()[0].rows()) == 2
+
+
+def test_qwen3_keeps_thoughts_until_the_next_user_turn() -> None:
+    def reply(text: str) -> str:
+        return f"<think>\nhm\n</think>\n\n{by_text(text)}"
+
+    async def agent(task: Any, client: Any) -> str:
+        await solve(task, client)
+        first = {"role": "assistant", "content": "42", "reasoning_content": "hm"}
+        messages: list[Any] = [user(task.question), first, user("= 42 ?")]
+        await client.chat.completions.create(model="m", messages=messages)
+        return "42"
+
+    tree = grown(agent, reply, "qwen3", num_leaves=1)
+    found = list(shape(tree).items())
+    # Within the turn the conversation only grows; the next one begins without the thought.
+    assert found[1:4] == [("0.0", "0"), ("0.0.0", "0.0"), ("0.0.0.0", "0.0.0")]
+    context = tree.steps[4]
+    assert context.is_context and "hm" not in chat_format().text_of(context.token_ids.tolist())
 
 
 def test_another_system_prompt_is_another_root_and_the_same_context_needs_no_step() -> None:
