@@ -179,6 +179,7 @@ COMMON = (
     Only("rollout.max_rounds", 1, "{} fixes the number of prompts of a step"),
     Only("replay.fresh_frac", 1.0, "{} generates every batch anew"),
     Only("sampler.kind", "epochs", "{} chooses the prompts of a step"),
+    Only("agent.run", "", "{} fixes the rows of a group, and agents have contexts of their own"),
     Only("loss.graft_coef", 0.0, _NO_TEXTS),
     Only("loss.lesson_coef", 0.0, _NO_TEXTS),
     Only(
