@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tests.support.families import build_model
 from tests.support.slow_learner import example_trees
-from tests.support.trees import Part, build_tree
+from tests.support.trees import Part, build_tree, with_contexts
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Tree
@@ -50,6 +50,11 @@ def settings(**tables: Any) -> Config:
 def some_trees(num: int = 8) -> list[Tree]:
     found = [tree for _ in range(2) for tree in example_trees(4)][:num]
     return [replace(tree, group_id=str(n)) for n, tree in enumerate(found)]
+
+
+def trees_with_contexts() -> list[Tree]:
+    """Trees whose steps saw contexts of their own."""
+    return [assign_credit(with_contexts(tree, seed)) for seed, tree in enumerate(some_trees())]
 
 
 def grafted_trees() -> list[Tree]:
@@ -269,6 +274,7 @@ CHECKS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
         ),
     ),
     "kl": lambda ranks: law_13(ranks, settings(loss={"kl_coef": 0.1})),
+    "contexts": lambda ranks: law_13(ranks, settings(), trees=trees_with_contexts()),
     "halved": lambda ranks: halved(ranks, settings(model={"dtype": "bfloat16"})),
     "lora": lambda ranks: law_13(ranks, settings(model={"lora": {"rank": 4}})),
     "checkpointing": lambda ranks: law_13(ranks, settings(model={"gradient_checkpointing": True})),

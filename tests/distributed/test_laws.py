@@ -16,6 +16,7 @@ NAMES = {
         "tied",
         "minibatches",
         "kl",
+        "contexts",
         "halved",
         "lora",
         "lessons",

@@ -443,8 +443,8 @@ class Step(ShownStep):
     """Path of child ordinals from the root, "0.2.0"; the root is "0"."""
     parent: str | None
     """The step whose context its tokens continue: the one before it, or an earlier one of its path
-    where `cause` is a `ContextCause` or the step below such a one; None for the root and for a
-    context that shares nothing with an earlier one."""
+    if its context was written anew; None for the root and for a context that shares nothing with an
+    earlier one."""
     depth: int
     """Steps above it on its path; 0 for the root."""
     token_ids: Column
@@ -823,7 +823,7 @@ class Trajectory(ShownTrajectory):
         found: list[Row] = []
         seen: set[str] = set()
         for last in in_time:
-            if last.id in continued or last.is_context:
+            if last.id in continued:
                 continue
             steps = [last]
             while (parent := steps[-1].parent) is not None:
