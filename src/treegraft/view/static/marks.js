@@ -3,7 +3,7 @@
 import { h, num, plain, plural, s, score } from "./dom.js";
 
 export const ORIGINS = ["prompt", "policy", "tool", "retrieved", "forced", "context"];
-export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)", context: "earlier steps, written anew" };
+export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)", context: "Treegraft, from earlier steps" };
 
 export const OVERLAYS = [
   { id: "outcome", label: "outcome" },
