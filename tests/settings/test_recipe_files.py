@@ -167,3 +167,27 @@ def test_the_smoke_test_of_a_papers_recipe_trains_an_update(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     check_smoke(name, smoke(name, tmp_path))
+
+
+@pytest.mark.smoke
+def test_steps_of_the_recipe_without_thoughts_see_none(tmp_path: Path) -> None:
+    """After a warm-up that is long enough for calls, each has its result in a context written
+    anew, and no context has a thought."""
+    from treegraft.train import train
+
+    # A size at which the agent soon writes as the expert does.
+    changes = ["warmup.num_steps=60", "warmup.batch_size=24", "tasks.num_train=200"]
+    model = ["model.tiny.hidden_size=128", "model.tiny.intermediate_size=512"]
+    place = [f"run.dir={tmp_path}", "run.name=smoke"]
+    config = load_config("thoughts_dropped", [*changes, *model, *place], smoke=True)
+    run = train(config)
+    steps = [step for tree in read_trees(run.run_dir) for step in tree.steps]
+    contexts = [step for step in steps if step.is_context]
+    called = [step for step in steps if step.content.observations]
+    assert len(contexts) == len(called) > 0
+    assert all(step.parent == str(step.before).rpartition(".")[0] for step in contexts)
+    thoughts = {step.content.thought for step in called}
+    assert any(thought.startswith("need") for thought in thoughts)
+    opening = called[0].token_ids[0]  # <think>
+    assert all(step.token_ids[0] == opening for step in called)
+    assert all(opening not in step.token_ids for step in contexts)
