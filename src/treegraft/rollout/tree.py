@@ -45,8 +45,8 @@ class OpenPath:
 
     parent: str
     """Step below which the next one comes."""
-    context: str
-    """The step whose context it continues; the same unless that was left."""
+    context: str | None
+    """The step whose context it continues; the same unless that was left. None: an empty one."""
     prefix_ids: list[int]
     """All tokens of the path, the prompt included: the engine's next input."""
     num_prompt: int

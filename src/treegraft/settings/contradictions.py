@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from treegraft.core.addresses import public
 from treegraft.core.errors import SettingError
 from treegraft.core.import_paths import unknown_name
-from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Tool
+from treegraft.core.interfaces import Capability, EnvironmentKind, Explorer, Restarting, Tool
 from treegraft.core.registry import extensions
 from treegraft.settings.config import Config, known_settings
 from treegraft.settings.explore import chosen_kinds, retrieving, takes_warmup_of_buffer
@@ -363,12 +363,13 @@ def _agent_contradicted(
             " tools.use, its environment or its tasks; expected none. Leave them out, or take"
             " tasks without tools.",
         )
-    if branches(explorer) or retrieving(config.explore.explorers):
+    restarts = isinstance(explorer, Restarting)
+    if explorer.retries or restarts or retrieving(config.explore.explorers):
         yield Contradiction(
             ("agent.run", "explore.explorers"),
-            f"explore.explorers: got {config.explore.explorers}, but the rollouts of an agent that"
-            " owns its loop cannot branch, retry, restart or be grafted yet; expected"
-            ' ["independent"].',
+            f"explore.explorers: got {config.explore.explorers}, but the history of an agent that"
+            " owns its loop is its own: its rollouts branch, and cannot retry a step, restart or"
+            ' be grafted; expected explorers that only branch, such as ["entropy"].',
         )
     if config.warmup.num_steps and config.warmup.traces == "expert":
         yield Contradiction(

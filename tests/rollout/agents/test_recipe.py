@@ -62,7 +62,9 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("explorer", ["independent", "entropy"])
+def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any], explorer: str) -> None:
+    settings["explore"] |= {"explorers": [explorer], "num_leaves": 6, "entropy": {"num_starts": 2}}
     runs = [treegraft.train(settings) for _ in range(2)]
     lines = []
     for run in runs:
@@ -75,6 +77,8 @@ def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any]) -> No
     assert lines[0]["learn/unique_frac"] < 1
     # What the engine sampled with is what the learner computes for the same contexts.
     assert lines[0]["learn/engine_gap"] < 1e-4
+    assert lines[0]["agent/num_diverged"] == 0
+    assert (lines[0]["agent/num_replays"] > 0) is (explorer == "entropy")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any]) -> No
     [
         ("format", {"kind": "tags"}, "format.kind"),
         ("tools", {"use": ["search"]}, "tools.use"),
-        ("explore", {"explorers": ["entropy"]}, "explore.explorers"),
+        ("explore", {"explorers": ["commit"]}, "explore.explorers"),
         ("warmup", {"num_steps": 3}, "warmup.traces"),
     ],
 )

@@ -13,7 +13,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -70,13 +70,20 @@ class Session:
 
     api_key: str
     noise_key: NoiseKey
+    recorded: Sequence[Call] = ()
+    """Calls of an earlier rollout. All but the last answer requests that have their contexts; the
+    rollout begins to sample in the last one's context."""
     num_asked: int = 0
-    """Requests that reached the engine."""
+    """Recorded calls but the last, and requests that reached the engine."""
     num_open: int = 0
     """Requests under way."""
     num_abandoned: int = 0
     """Requests whose client left before the completion."""
     is_over: bool = False
+    has_diverged: bool = False
+    """A request had another context than those of the recorded calls."""
+    give_up: Callable[[], None] = lambda: None
+    """Called at that request."""
     limit: StopReason | None = None
     """The limit that a request was refused for."""
     fault: str = ""
@@ -89,6 +96,33 @@ class Session:
     def calls(self) -> tuple[Call, ...]:
         """The recorded calls, in the order in which their requests arrived."""
         return tuple(call for _, call in sorted(self._calls.items()))
+
+    @property
+    def has_repeated(self) -> bool:
+        """Whether it made all recorded calls but the last, and then one of its own."""
+        num_recorded = max(len(self.recorded) - 1, 0)
+        num_repeated = sum(number < num_recorded for number in self._calls)
+        return num_repeated == num_recorded < len(self._calls)
+
+    def replayed(self, context: tuple[int, ...]) -> int | None:
+        """Returns the number of the recorded call that answers a request; None for a request that
+        the engine answers.
+
+        Raises:
+            _Refused: the request is none that the earlier rollout made.
+        """
+        # By contexts, since requests of an agent that asks several at a time come in any order.
+        for number, call in enumerate(self.recorded[:-1]):
+            if number not in self._calls and call.context_ids == context:
+                self._calls[number] = call
+                return number
+        has_begun = self.num_asked >= len(self.recorded)
+        if has_begun or context == self.recorded[-1].context_ids:
+            return None
+        if not self.has_diverged:
+            self.has_diverged = True
+            self.give_up()
+        raise _Refused(409, "the rollout is repeated, and this request is another", "diverged")
 
     def record(self, ordinal: int, call: Call) -> None:
         """Adds a call, unless the session has ended."""
@@ -275,15 +309,18 @@ class Endpoint:
         )
 
     @contextmanager
-    def session(self, noise_key: NoiseKey) -> Iterator[Session]:
+    def session(self, noise_key: NoiseKey, recorded: Sequence[Call] = ()) -> Iterator[Session]:
         """Holds a session; its key is refused afterwards.
 
         Args:
             noise_key: of the rollout; the number of each call is appended to it.
+            recorded: calls of an earlier rollout, which the session repeats up to the last one.
         """
         name = str(self._num_sessions)
         self._num_sessions += 1
-        session = Session(f"{name}-{secrets.token_urlsafe(24)}", noise_key)
+        num_repeated = max(len(recorded) - 1, 0)
+        key = f"{name}-{secrets.token_urlsafe(24)}"
+        session = Session(key, noise_key, recorded, num_asked=num_repeated)
         self._sessions[name] = session
         try:
             yield session
@@ -327,6 +364,8 @@ class Endpoint:
 
     async def _answer(self, request: Request, session: Session, asked: _Asked) -> Response:
         form, context = self._context(session, asked)
+        if (number := session.replayed(context)) is not None:
+            return _reply(asked, session.recorded[number], number)
         sampling = self._sampling(session, asked, form, len(context))
         ordinal = session.num_asked
         session.num_asked += 1

@@ -3,45 +3,62 @@
 0          the first context, as far as all rollouts share it
 ├─ 0.0     rollout 0: a completion; then, in time order, further contexts and completions
 └─ 0.1     rollout 1
+
+A branch is a replay: the program is started again, and its first requests get the recorded
+completions for as long as they have the recorded contexts. A program that asks for something else
+has a clock or a coin in its messages; it is stopped, and started once more for a run of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
-
-import numpy as np
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import NoiseKey
 from treegraft.core.types import (
-    ROOT_ID,
+    Branch,
+    BranchCause,
+    BranchDecision,
     Cause,
-    ContextCause,
-    ContinuationCause,
-    Leaf,
+    Expand,
     Observation,
     Origin,
+    PathView,
+    Retry,
     Start,
     StartCause,
     Status,
-    Step,
     StepContent,
     StopReason,
     Task,
     ToolCall,
     Tree,
 )
-from treegraft.explore.budget import Budget
+from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.agents.endpoint import Call, Endpoint, Session
 from treegraft.rollout.agents.programs import Outcome, Program
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.loop import Grower
+from treegraft.rollout.tree import OpenPath, OpenTree
+
+COUNTED = ("num_abandoned", "num_replays", "num_diverged", "num_replayed_calls")
+"""What is counted of an update; runs/metrics.toml says what each is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a rollout leaves an earlier one: in the place of the call after so many."""
+
+    rollout: int
+    num_calls: int
+    cause: BranchCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +76,12 @@ class Rollout:
     policy_version: int = 0
     results: dict[str, str]
     """Texts of tool results, by the id of the call."""
+    fork: Fork | None = None
+    """Where it left an earlier rollout, whose first calls are its own too."""
 
 
 class AgentGrower(Grower):
-    """Grows trees of independent rollouts of a program."""
+    """Grows trees of rollouts of a program, and of branches by replay."""
 
     def __init__(
         self,
@@ -95,52 +114,57 @@ class AgentGrower(Grower):
             temperature=temperature,
             max_context=max_context,
         )
-        self._num_abandoned = 0
+        self._counts: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns agent/num_abandoned, and starts counting anew."""
-        metrics = {"agent/num_abandoned": float(self._num_abandoned)}
-        self._num_abandoned = 0
+        """Returns how requests and replays went, and starts counting anew."""
+        metrics = {f"agent/{name}": float(self._counts[name]) for name in COUNTED}
+        self._counts.clear()
         return metrics
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        budget = self.new_budget()
         explorer = self.explorer
-        rollouts: list[Rollout] = []
+        growth = _Growth(self, task, (*noise_key, task.id), group_id)
+        max_leaves = growth.budget.max_leaves
         async with self._endpoint.serving():
             with asking(explorer, "starts", task.id):
-                num = budget.grant(explorer.starts(budget.max_leaves))
-            while num:
-                async with asyncio.TaskGroup() as group:
-                    running = [
-                        group.create_task(self._rollout(task, (*noise_key, task.id, start)))
-                        for start in range(len(rollouts), len(rollouts) + num)
-                    ]
-                rollouts += [one.result() for one in running]
-                tree = self._tree(task, group_id, rollouts, budget)
+                proposal: Start | Sequence[Expand | Retry] = explorer.starts(max_leaves)
+            while await growth.open(proposal):
+                tree = growth.close()
                 if explorer.wants_rewards:
                     tree = await self._scored(tree)
                 with asking(explorer, "fill", task.id):
-                    proposal = explorer.fill(tree, budget.max_leaves)
-                # Others are refused before work.
-                assert isinstance(proposal, Start), "explorers of agents open starts alone"
-                num = budget.grant(proposal)
+                    proposal = explorer.fill(tree, max_leaves)
         return tree if explorer.wants_rewards else await self._scored(tree)
 
     async def _scored(self, tree: Tree) -> Tree:
         with self.watch.waiting("rewards"):
             return await self.scorer(tree)
 
-    async def _rollout(self, task: Task, key: NoiseKey) -> Rollout:
+    async def rollout(
+        self, task: Task, key: NoiseKey, fork: Fork | None, recorded: Sequence[Call]
+    ) -> Rollout:
+        """Returns a run of the program.
+
+        Args:
+            fork: where it leaves an earlier rollout; None for a run of its own, which it becomes
+                too if the program does not repeat itself.
+            recorded: that rollout's calls up to the one in whose place it begins to sample.
+        """
         limits = self.limits
         version = self.engine.policy_version
         is_late = False
         outcome = Outcome()
         fault = ""
-        with self._endpoint.session(key) as session, self.watch.waiting("agents"):
+        with (
+            self._endpoint.session(key, recorded) as session,
+            self.watch.waiting("agents"),
+        ):
             try:
-                async with asyncio.timeout(limits.deadline_s):
+                async with asyncio.timeout(limits.deadline_s) as deadline:
+                    now = asyncio.get_running_loop().time
+                    session.give_up = lambda: deadline.reschedule(now())
                     outcome = await self._program.run(task, self._endpoint.address, session.api_key)
             except TimeoutError:
                 is_late = True
@@ -151,9 +175,15 @@ class AgentGrower(Grower):
             except Exception as error:  # such as a command that does not start
                 fault = f"{type(error).__name__}: {error}"
             fault = fault or session.fault
-        self._num_abandoned += session.num_abandoned
+        self._counts["num_abandoned"] += session.num_abandoned
+        if fork is not None:
+            self._counts["num_replays"] += 1
+            if not session.has_repeated:
+                self._counts["num_diverged"] += 1
+                return await self.rollout(task, key, None, ())
+            self._counts["num_replayed_calls"] += fork.num_calls
         ended = self._ended(task, session, outcome, fault, is_late)
-        return replace(ended, policy_version=version)
+        return replace(ended, policy_version=version, fork=fork)
 
     def _ended(
         self, task: Task, session: Session, outcome: Outcome, fault: str, is_late: bool
@@ -193,100 +223,199 @@ class AgentGrower(Grower):
             return None
         return self._form.answer_of(StepContent(answer=answer), task)
 
-    def _tree(self, task: Task, group_id: str, rollouts: Sequence[Rollout], budget: Budget) -> Tree:
-        if not any(one.calls for one in rollouts):
-            # Nothing was asked for, so the prompt is the one that our own agent would have.
-            prompt = self._form.prompt_ids(task)
-        else:
-            firsts = [one.calls[0].context_ids for one in rollouts if one.calls]
-            same = takewhile(lambda column: len(set(column)) == 1, zip(*firsts, strict=False))
-            prompt = tuple(column[0] for column in same)
-        tree = tree_of_rollouts(task, group_id, prompt, rollouts, self.limits.temperature)
-        num_tokens = sum(step.num_sampled for step in tree.steps)
+    def tree_of(self, task: Task, group_id: str, rollouts: Sequence[Rollout]) -> AgentTree:
+        """Returns the tree of rollouts, not scored."""
+        firsts = [one.calls[0].context_ids for one in rollouts if one.calls]
+        same = takewhile(lambda column: len(set(column)) == 1, zip(*firsts, strict=False))
+        # Where nothing was asked for, the prompt is the one that our own agent would have.
+        prompt = tuple(column[0] for column in same) if firsts else self._form.prompt_ids(task)
+        tree = AgentTree(OpenTree(task, group_id, tuple(prompt), Budget(len(rollouts))))
+        for rollout in rollouts:
+            tree.add(rollout, self.limits.temperature)
+        return tree
+
+
+class _Growth:
+    """One tree under way: its rollouts so far, and the branches that they may open."""
+
+    def __init__(self, grower: AgentGrower, task: Task, key: NoiseKey, group_id: str) -> None:
+        self._grower = grower
+        self._task = task
+        self._key = key
+        self._group_id = group_id
+        self.budget = grower.new_budget()
+        self._rounds = Rounds(self.budget)
+        self._rollouts: list[Rollout] = []
+        self._tree: AgentTree
+        self._decisions: dict[tuple[int, int], BranchDecision] = {}
+        """By rollout and call."""
+
+    def close(self) -> Tree:
+        """Returns the tree as it is, not scored."""
+        for (number, place), decision in self._decisions.items():
+            self._tree.open.decide(self._tree.places[number][place].step_id, decision)
+        tree = self._tree.open.close()
         num_calls = sum(len(step.content.observations) for step in tree.steps)
-        # Of all rollouts so far.
-        state = replace(budget.state, num_sampled_tokens=num_tokens, num_tool_calls=num_calls)
+        state = replace(
+            tree.budget, num_leaves=self.budget.state.num_leaves, num_tool_calls=num_calls
+        )
         return replace(tree, budget=state)
 
+    async def open(self, proposal: Start | Sequence[Expand | Retry]) -> bool:
+        """Runs what the budget grants of a proposal, and the branches that come of it, to their
+        ends; returns whether there was anything."""
+        forks = [] if isinstance(proposal, Start) else self._forks(proposal)
+        missing = Start(self.budget.max_leaves - self.budget.state.num_leaves)
+        if not forks:
+            fresh = proposal if isinstance(proposal, Start) else missing
+            forks = [None] * self.budget.grant(fresh)
+        is_any = bool(forks)
+        while forks:
+            await self._run(forks)
+            # All rollouts have ended, so each round that is granted is complete.
+            forks = []
+            for grant in self._rounds.advance():
+                rollout, num_calls = grant.place[-2:]
+                forks += [Fork(rollout, num_calls, grant.cause)] * grant.num
+        return is_any
 
-def tree_of_rollouts(
-    task: Task,
-    group_id: str,
-    prompt_ids: Sequence[int],
-    rollouts: Sequence[Rollout],
-    temperature: float,
-) -> Tree:
-    """Returns the tree of rollouts whose first contexts begin with the prompt, not scored."""
-    content = StepContent(thought=task.question)
-    origins = [int(Origin.PROMPT)] * len(prompt_ids)
-    steps = [_step(ROOT_ID, None, prompt_ids, origins, content=content)]
-    leaves = []
-    for start, rollout in enumerate(rollouts):
-        steps += _steps_of(rollout, start, tuple(prompt_ids), temperature)
-        is_failed = rollout.status is Status.FAILED
-        leaves.append(
-            Leaf(
-                step_id=steps[-1].id,
-                status=rollout.status,
-                answer=rollout.answer,
-                environment_reward=rollout.reward,
-                has_loss=not is_failed,
-                error=rollout.problem if is_failed else None,
-            )
-        )
-    return Tree(task=task, group_id=group_id, steps=tuple(steps), leaves=tuple(leaves))
+    def _forks(self, wishes: Sequence[Expand | Retry]) -> list[Fork | None]:
+        forks: list[Fork | None] = []
+        for wish in wishes:
+            # Retries are refused before work.
+            assert isinstance(wish, Expand), "explorers of agents begin no steps"
+            if (place := self._tree.behind(wish.step_id)) is not None:
+                num = self.budget.grant(Branch(wish.num, wish.cause))
+                forks += [Fork(*place, wish.cause)] * num
+        return forks
+
+    async def _run(self, forks: Sequence[Fork | None]) -> None:
+        first = len(self._rollouts)
+        async with asyncio.TaskGroup() as group:
+            running = []
+            for number, fork in enumerate(forks, first):
+                recorded: Sequence[Call] = ()
+                if fork is not None:
+                    recorded = self._rollouts[fork.rollout].calls[: fork.num_calls + 1]
+                run = self._grower.rollout(self._task, (*self._key, number), fork, recorded)
+                running.append(group.create_task(run))
+        self._rollouts += [one.result() for one in running]
+        self._tree = self._grower.tree_of(self._task, self._group_id, self._rollouts)
+        if self._grower.explorer.probe_tokens is not None:
+            for number in range(first, len(self._rollouts)):
+                self._propose(number)
+
+    def _propose(self, number: int) -> None:
+        """Passes on what the explorer proposes beside the calls of a rollout, the first call and
+        that of its fork left out."""
+        explorer = self._grower.explorer
+        rollout = self._rollouts[number]
+        self._rounds.open_start(number)
+        begin = 0 if rollout.fork is None else rollout.fork.num_calls
+        for place in range(begin + 1, len(rollout.calls)):
+            at = self._tree.places[number][place]
+            steps = self._tree.open.steps_to(at.path.parent)
+            view = PathView(steps, (*self._key, at.step_id))
+            probe = rollout.calls[place].completion.entropies[: explorer.probe_tokens]
+            with asking(explorer, "after_probe", self._task.id):
+                branch = explorer.after_probe(view, probe)
+            if branch is not None:
+                decision = BranchDecision(seen=branch.cause, num_wanted=branch.num)
+                self._decisions[number, place] = decision
+            wish = branch if branch is not None and branch.num else None
+            # By its place in the tree, and where that leads to.
+            where = (*steps[-1].ordinals, number, place)
+            self._rounds.propose(number, place, where, wish)
+        self._rounds.end(number)
 
 
-def _steps_of(
-    rollout: Rollout, start: int, prompt: tuple[int, ...], temperature: float
-) -> Iterator[Step]:
-    """A rollout's steps in time: each completion, below the deepest step whose context it saw, with
-    a context step between them for the tokens that are new."""
-    paths: list[tuple[str, tuple[int, ...]]] = [(ROOT_ID, prompt)]
-    before = ROOT_ID
-    cause: Cause = StartCause()
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a call of a rollout is sampled."""
 
-    def next_id() -> str:
-        return f"{before}.{start if before == ROOT_ID else 0}"
-
-    for number, call in enumerate(rollout.calls):
-        context = call.context_ids
-        seen = [one for one in paths if context[: len(one[1])] == one[1]]
-        above, known = max(seen, key=lambda one: len(one[1]), default=(None, ()))
-        if rest := context[len(known) :]:
-            before = next_id()
-            origins = [int(Origin.CONTEXT)] * len(rest)
-            yield _step(before, above, rest, origins, cause=ContextCause())
-            paths.append((before, context))
-            above = before
-        before = next_id()
-        is_last = number == len(rollout.calls) - 1 and rollout.status is not Status.FAILED
-        yield _sampled(before, above, call, rollout, cause, temperature, is_last)
-        paths.append((before, call.token_ids))
-        cause = ContinuationCause()
-    if rollout.status is Status.FAILED:
-        # An empty step says where, as in other trees.
-        yield _step(
-            next_id(),
-            before,
-            (),
-            [],
-            cause=cause,
-            stop_reason=StopReason.ERROR,
-            policy_version=rollout.policy_version,
-        )
+    step_id: str
+    """The call's step."""
+    path: OpenPath
+    """As it was before the call."""
+    seen: tuple[OpenPath, ...]
+    """The contexts and completions before the call."""
 
 
-def _sampled(
-    step_id: str,
-    parent: str | None,
-    call: Call,
-    rollout: Rollout,
-    cause: Cause,
-    temperature: float,
-    is_last: bool,
-) -> Step:
-    completion = call.completion
+@dataclass(frozen=True, slots=True)
+class AgentTree:
+    """A tree of rollouts whose first contexts begin with its prompt.
+
+    Each completion is a step below the deepest one whose context it saw, with a context step
+    between for the tokens that are new; ids follow time."""
+
+    open: OpenTree
+    places: list[list[Place]] = field(default_factory=list)
+    """By rollout and call; a fork has those of the calls that it repeats."""
+
+    def behind(self, step_id: str) -> tuple[int, int] | None:
+        """Returns a rollout and its call after a step; None if no call follows."""
+        for number, places in enumerate(self.places):
+            for place, before in enumerate(places[:-1], 1):
+                if before.step_id == step_id:
+                    return number, place
+        return None
+
+    def add(self, rollout: Rollout, temperature: float) -> None:
+        """Appends a rollout; that of its fork is there."""
+        fork = rollout.fork
+        places: list[Place] = []
+        path = self.open.open_path(None)
+        seen: tuple[OpenPath, ...] = (path.copy(),)
+        cause: Cause | None = StartCause()
+        if fork is not None:
+            above = self.places[fork.rollout]
+            places += above[: fork.num_calls]
+            path = above[fork.num_calls].path.copy()
+            seen = above[fork.num_calls].seen
+            cause = fork.cause
+        for number in range(len(places), len(rollout.calls)):
+            call = rollout.calls[number]
+            if fork is None or number > fork.num_calls:
+                seen = self._enter(path, seen, call.context_ids)
+            before = path.copy()
+            step_id = self.open.next_id(path.parent)
+            is_last = number == len(rollout.calls) - 1 and rollout.status is not Status.FAILED
+            fields = _fields_of(call, rollout, is_last)
+            self.open.add_step(step_id, path, call.completion, temperature, cause=cause, **fields)
+            places.append(Place(step_id, before, seen))
+            seen += (path.copy(),)
+            cause = None
+        self.places.append(places)
+        self._end(path, rollout, cause)
+
+    def _enter(
+        self, path: OpenPath, seen: tuple[OpenPath, ...], context: tuple[int, ...]
+    ) -> tuple[OpenPath, ...]:
+        """Moves a path to a context, below the longest one seen that it begins with; returns what
+        is seen with it."""
+        fitting = [one for one in seen if list(context[: len(one.prefix_ids)]) == one.prefix_ids]
+        nothing = replace(path, context=None, prefix_ids=[])
+        above = max(fitting, key=lambda one: len(one.prefix_ids), default=nothing)
+        if rest := context[len(above.prefix_ids) :]:
+            self.open.add_context(path, above, [(rest, Origin.CONTEXT)])
+            return (*seen, path.copy())
+        path.context = above.context
+        path.prefix_ids = list(above.prefix_ids)
+        return seen
+
+    def _end(self, path: OpenPath, rollout: Rollout, cause: Cause | None) -> None:
+        if rollout.status is Status.FAILED:
+            # An empty step says where, as in other trees.
+            step_id = self.open.next_id(path.parent)
+            version = rollout.policy_version
+            self.open.fail_path(path, step_id, rollout.problem, version, cause)
+        else:
+            self.open.end_path(path, rollout.status, rollout.answer)
+            self.open.reward_path(path, rollout.reward)
+
+
+def _fields_of(call: Call, rollout: Rollout, is_last: bool) -> dict[str, Any]:
+    """What a call's step says beside its tokens."""
     message = call.message
     made = message.get("tool_calls") or []
     found = [rollout.results[one["id"]] for one in made if one["id"] in rollout.results]
@@ -300,44 +429,10 @@ def _sampled(
         observations=tuple(Observation(text=text) for text in found if len(found) == len(made)),
     )
     violation = call.violation
-    stop_reason = completion.finish
+    stop_reason = call.completion.finish
     if is_last:
         violation = violation or rollout.problem or None
         stop_reason = rollout.limit or stop_reason
         if rollout.answer is not None and not made:
             content = replace(content, thought=message.get("reasoning_content", ""), answer=said)
-    return _step(
-        step_id,
-        parent,
-        completion.token_ids,
-        [int(Origin.POLICY)] * len(completion.token_ids),
-        sampling_logprobs=completion.sampling_logprobs,
-        entropies=completion.entropies,
-        entropy_kind=completion.entropy_kind,
-        temperature=temperature,
-        content=content,
-        stop_reason=stop_reason,
-        violation=violation,
-        policy_version=completion.policy_version,
-        cause=cause,
-    )
-
-
-def _step(
-    step_id: str,
-    parent: str | None,
-    token_ids: Sequence[int],
-    origins: Sequence[int],
-    **fields: Any,
-) -> Step:
-    """A step; scores that are not among `fields` are 0."""
-    unscored = np.zeros(len(token_ids))
-    return Step(
-        id=step_id,
-        parent=parent,
-        depth=step_id.count("."),
-        token_ids=np.array(token_ids, dtype=np.int64),
-        origins=np.array(origins, dtype=np.int8),
-        loss_mask=np.array([one == Origin.POLICY for one in origins], dtype=bool),
-        **({"sampling_logprobs": unscored, "entropies": unscored} | fields),
-    )
+    return {"content": content, "stop_reason": stop_reason, "violation": violation}
