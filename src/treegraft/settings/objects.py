@@ -37,6 +37,8 @@ class Objects(TypedDict, total=False):
     settings; one or a list."""
     environment: Named | None
     """A class whose public methods are the agent's tools, or a function that makes such objects."""
+    agent: Named | Sequence[str] | None
+    """An agent that owns its loop: `async def agent(task, client)`, or a command."""
     explorer: Named | Explorer | Sequence[Named | Explorer] | None
     """An explorer (an object, its class or a function that makes one) or a name; one or a list."""
     credit: Callable[[Tree], Tree] | str | None
@@ -48,6 +50,7 @@ class Objects(TypedDict, total=False):
 Source = Config | Mapping[str, Any] | str | Path
 HELD_OUT: Final = ("eval", "test", "validation")
 """Names of held-out rows in a dict of rows, by precedence."""
+_MAY_BE_ASYNC = ("rewards", "tools", "agent")
 
 
 def with_objects(
@@ -86,7 +89,7 @@ def with_objects(
             )
         # None is "not given", as for any optional argument.
         if value is not None:
-            if inspect.iscoroutinefunction(value) and argument not in ("rewards", "tools"):
+            if inspect.iscoroutinefunction(value) and argument not in _MAY_BE_ASYNC:
                 fault = "got a coroutine function; expected a plain one. Leave out its async."
                 raise SettingError(f"{argument}: {fault}", code="object-async")
             settings |= _ARGUMENTS[argument](value, given)
@@ -248,6 +251,11 @@ def _environment(value: Any, given: GivenObjects) -> dict[str, Any]:
     return {"environment.kind": given.add("environment", value)}
 
 
+def _agent(value: Any, given: GivenObjects) -> dict[str, Any]:
+    is_command = isinstance(value, Sequence) and not isinstance(value, str)
+    return {"agent.run": list(value) if is_command else _callable("agent", value, given)}
+
+
 def _explorer(value: Any, given: GivenObjects) -> dict[str, Any]:
     found = value if isinstance(value, list | tuple) else [value]
     return {"explore.explorers": [_one_explorer(one, given) for one in found]}
@@ -276,6 +284,7 @@ _ARGUMENTS: Final[Mapping[str, Callable[[Any, GivenObjects], dict[str, Any]]]] =
     "rewards": _rewards,
     "tools": _tools,
     "environment": _environment,
+    "agent": _agent,
     "explorer": _explorer,
     "credit": _credit,
     "objective": _objective,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,27 @@ def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any], explo
     assert lines[0]["learn/engine_gap"] < 1e-4
     assert lines[0]["agent/num_diverged"] == 0
     assert (lines[0]["agent/num_replays"] > 0) is (explorer == "entropy")
+
+
+def test_an_agent_is_a_python_object(settings: dict[str, Any]) -> None:
+    by_name = treegraft.train(settings)
+    del settings["agent"]
+    calls = []
+
+    async def closure(task: Any, client: Any) -> Any:
+        calls.append(task.id)
+        return await talk(task, client)
+
+    result = treegraft.train(settings, agent=closure)
+    assert len(calls) >= 6
+    assert result.metrics["reward/mean"] == by_name.metrics["reward/mean"]
+    again = Path(treegraft.train(settings, agent=talk).run_dir)
+    assert f'"{__name__}:talk"' in (again / "config.json").read_text()
+    script = "import os; assert os.environ['TASK']; print('{\"answer\": \"4\"}')"
+    with raises_code("all-failed"):  # it asks for no completion
+        treegraft.train(settings, agent=[sys.executable, "-c", script])
+    with raises_code("argument-invalid"):
+        treegraft.train(settings, agent=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
