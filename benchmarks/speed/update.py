@@ -32,7 +32,7 @@ MAX_TOKENS = 4096
 LIMITS = {"float32": 1e-5, "bfloat16": 0.15}
 """Largest norm of the difference of two gradients over the norm of the rows' one; bfloat16 is off
 by .03 to .05 in any layout."""
-_MEMORY_SHAPE = "D"
+MEMORY_SHAPES = ("D", "S")
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
@@ -42,7 +42,8 @@ def cases(stage: Stage) -> Mapping[str, Case]:
         for name in workloads():
             found[f"{name} {dtype}"] = partial(_time, stage, name, dtype)
     for dtype in LIMITS:
-        found[f"memory {dtype}"] = partial(_memory, stage, dtype)
+        for name in MEMORY_SHAPES:
+            found[f"memory {name} {dtype}"] = partial(_memory, stage, name, dtype)
     return found
 
 
@@ -108,12 +109,12 @@ def multiplication_ratio(load: Workload, model: Any) -> float:
 # ---------------------------------------------------------------------- memory
 
 
-def _memory(stage: Stage, dtype: str) -> Iterator[Row]:
+def _memory(stage: Stage, name: str, dtype: str) -> Iterator[Row]:
     """The rise of resident memory in fresh processes."""
     found: dict[str, list[float]] = {PACKED: [], ROWS: []}
     for _ in range(stage.num_runs):
         for arm, values in found.items():
-            risen = _in_child(stage, arm, dtype)
+            risen = _in_child(stage, name, arm, dtype)
             if risen is None:
                 stage.note(
                     "left out: this system does not tell how much memory a process had at most"
@@ -122,7 +123,7 @@ def _memory(stage: Stage, dtype: str) -> Iterator[Row]:
             values.append(risen / 1e6)
     mine, other = (statistics.median(found[arm]) for arm in (PACKED, ROWS))
     yield Row(
-        what=f"update memory, {_MEMORY_SHAPE}, {dtype}, gradients included",
+        what=f"update memory, {name}, {dtype}, gradients included",
         against=ROWS,
         ratio=other / mine,
         ours=mine,
@@ -132,10 +133,10 @@ def _memory(stage: Stage, dtype: str) -> Iterator[Row]:
     )
 
 
-def _in_child(stage: Stage, arm: str, dtype: str) -> int | None:
+def _in_child(stage: Stage, name: str, arm: str, dtype: str) -> int | None:
     asked = {
         "arm": arm,
-        "shape": _MEMORY_SHAPE,
+        "shape": name,
         "dtype": dtype,
         "model": stage.model,
         "is_quick": stage.is_quick,

@@ -97,5 +97,5 @@ def test_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.smoke  # two processes, each of which loads torch
 def test_update_memory(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "update", "--only", "memory bfloat16")["rows"]
+    rows = bench(tmp_path, "update", "--only", "memory S bfloat16")["rows"]
     assert [row["unit"] for row in rows] == ["MB"]
