@@ -3,7 +3,7 @@
 import { h, num, plain, plural, s, score } from "./dom.js";
 
 export const ORIGINS = ["prompt", "policy", "tool", "retrieved", "forced", "context"];
-export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)", context: "Treegraft, from earlier steps" };
+export const ORIGIN_WORDS = { prompt: "prompt", policy: "the policy", tool: "a tool", retrieved: "another agent (retrieved)", forced: "Treegraft (forced)", context: "the template or the agent's program" };
 
 export const OVERLAYS = [
   { id: "outcome", label: "outcome" },
@@ -135,7 +135,7 @@ export function causeWords(step) {
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
   if (isDrawn(step)) return "a branch: a further child of a finished step, drawn at random";
   if (cause.kind === "branch") return `a branch: ${changeWords(cause)}, ${decided(cause, true)}`;
-  if (cause.kind === "context") return `what later steps see of the earlier ones, written anew: it continues ${step.parent === null ? "nothing" : step.parent === "0" ? "the prompt" : `step ${step.parent}`}, and its tokens carry no loss`;
+  if (cause.kind === "context") return `what later steps saw after the earlier ones or in their place: it continues ${step.parent === null ? "nothing" : step.parent === "0" ? "the prompt" : `step ${step.parent}`}, and its tokens carry no loss`;
   if (cause.kind === "stored") return `a stored step of “${plain(cause.source)}”, whose trajectory earned ${score(cause.reward)}; rollouts begin below it`;
   if (cause.kind === "restart") return `the beginning of a rollout below ${plural(cause.num_steps, "stored step")} (${plain(cause.rule)})`;
   if (cause.kind === "retry") return `a retry: begins with the thought of step ${cause.beside} and a forced opening (${plain(cause.rule)})`;
