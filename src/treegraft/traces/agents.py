@@ -12,10 +12,11 @@ from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.sessions import Session, SessionOpener
 from treegraft.core.types import StepContent, Task
-from treegraft.rollout.formats.chat import ChatFormat, tool_schema
+from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
 from treegraft.rollout.formats.template import THINK_CLOSING, THINK_OPENING
+from treegraft.rollout.formats.turns import tool_schema
 from treegraft.tools.environments.rehearsal import rehearse_all
 
 __all__ = [

@@ -131,7 +131,8 @@ class MarkedFormat(ABC):
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
 
     @abstractmethod
-    def _prompt_text(self, task: Task) -> str: ...
+    def _asked_ids(self, task: Task) -> list[int]:
+        """The tokens of the prompt."""
 
     @abstractmethod
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
@@ -150,7 +151,7 @@ class MarkedFormat(ABC):
         """
         try:
             ids, harmless = (
-                self._encode(self._prompt_text(_with_texts(task, change)))
+                self._asked_ids(_with_texts(task, change))
                 for change in (lambda text: self._specials.broken(clean(text)), lambda _: "?")
             )
         except Exception as error:  # a template is a program of the model's makers
