@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
+    Conversing,
     Engine,
     Explorer,
     Format,
@@ -40,7 +41,6 @@ from treegraft.core.types import (
     Completion,
     Expand,
     Graft,
-    Observation,
     Origin,
     ParsedStep,
     PathView,
@@ -49,6 +49,7 @@ from treegraft.core.types import (
     Sampling,
     Start,
     Status,
+    StepContent,
     StopReason,
     Task,
     Tree,
@@ -501,7 +502,7 @@ class _Growth:
         tree.budget.spend(num_tool_calls=len(observations))
         content = replace(content, observations=tuple(observations))
         written = (*path.opening, *completion.token_ids)
-        if not self._add_results(path, written, observations, partial(add, content)):
+        if not self._add_results(path, written, content, partial(add, content)):
             # The result does not fit, so the agent never sees it and it is no part of the path.
             add(content, stop_reason=StopReason.LENGTH)
             tree.end_path(path, Status.TRUNCATED)
@@ -516,7 +517,7 @@ class _Growth:
         self,
         path: OpenPath,
         written: Sequence[int],
-        observations: Sequence[Observation],
+        content: StepContent,
         add: Callable[..., None],
     ) -> bool:
         """Appends a step with its results, or with a context below it that has them; False where
@@ -524,6 +525,9 @@ class _Growth:
         format = self._g.format
         before = len(path.prefix_ids) - path.num_prompt
         limit = self._g.limits.max_completion_tokens
+        observations = content.observations
+        if isinstance(format, Conversing):
+            return self._add_conversed(format, path, written, content, add)
         if isinstance(format, Rewriting) and format.drops_thoughts:
             spans = format.context_spans(written, observations)
             if before + sum(len(ids) for ids, _ in spans) >= limit:
@@ -536,6 +540,32 @@ class _Growth:
         if before + len(written) + len(shown) >= limit:
             return False
         add(observation_ids=shown)
+        return True
+
+    def _add_conversed(
+        self,
+        format: Conversing,
+        path: OpenPath,
+        written: Sequence[int],
+        content: StepContent,
+        add: Callable[..., None],
+    ) -> bool:
+        """The same where the next context is written from the whole conversation."""
+        turns = [
+            (step.token_ids[step.sampled_mask].tolist(), step.content)
+            for step in self._tree.steps_to(path.parent)[1:]
+        ]
+        context = format.context_ids(self._tree.task, [*turns, (written, content)], path.prefix_ids)
+        if len(context) - path.num_prompt >= self._g.limits.max_completion_tokens:
+            return False
+        whole = (*path.prefix_ids, *written)
+        if context[: len(whole)] == whole:
+            add(observation_ids=context[len(whole) :])
+            return True
+        above = self._tree.gone_back(path, context)
+        add()
+        rest = context[len(above.prefix_ids) :]
+        self._tree.add_context(path, above, [(rest, Origin.CONTEXT)])
         return True
 
     async def _complete(

@@ -45,8 +45,9 @@ class OpenPath:
 
     parent: str
     """Step below which the next one comes."""
-    context: str
-    """The step whose context it continues; the same unless that was left."""
+    context: str | None
+    """The step whose context it continues; the same unless that was left. None before a context
+    that begins anew."""
     prefix_ids: list[int]
     """All tokens of the path, the prompt included: the engine's next input."""
     num_prompt: int
@@ -226,6 +227,18 @@ class OpenTree:
         lesson = lesson_ids if known is None else known.lesson_ids or lesson_ids
         why = cause if known is None else known.cause
         self.add_graft(step_id, path, token_ids, content, why, lesson, temperature)
+
+    def gone_back(self, path: OpenPath, token_ids: Sequence[int]) -> OpenPath:
+        """Returns a copy of the path, at the last step up to which the context has these tokens."""
+        above = path.copy()
+        while above.context is not None:
+            count = len(above.prefix_ids)
+            if above.prefix_ids == list(token_ids[:count]):
+                break
+            step = self._steps[above.context]
+            del above.prefix_ids[count - len(step.token_ids) :]
+            above.context = step.parent
+        return above
 
     def add_context(self, path: OpenPath, above: OpenPath, spans: Sequence[Span]) -> None:
         """Moves the path to a context written anew, which continues that of `above`."""

@@ -90,7 +90,7 @@ class SamplerSettings(Settings):
     """Keyword arguments of a sampler given by import path."""
 
 
-_in_chat = when("format.kind", "chat")
+_in_chat = when("format.kind", "chat", "renderer")
 
 
 def _in_tags(config: Settings) -> bool:

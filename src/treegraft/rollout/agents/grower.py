@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import NoiseKey
+from treegraft.core.interfaces import NoiseKey, Serving
 from treegraft.core.types import (
     ROOT_ID,
     Cause,
@@ -39,7 +39,6 @@ from treegraft.explore.budget import Budget
 from treegraft.explore.compose import asking
 from treegraft.rollout.agents.endpoint import Call, Endpoint, Session
 from treegraft.rollout.agents.programs import Outcome, Program
-from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.loop import Grower
 
@@ -73,16 +72,16 @@ class AgentGrower(Grower):
         **more: Any,
     ) -> None:
         """Args:
-        parts, more: as of `Grower`; the format is a `ChatFormat`.
+        parts, more: as of `Grower`; the format is a `Serving`.
         program: the agent.
         temperature: of the recipe, which the agent's requests may name.
         max_context: longest context with its completion, in tokens; None for no limit.
         """
         super().__init__(*parts, **more)
-        if not isinstance(self.format, ChatFormat):
+        if not isinstance(self.format, Serving):
             raise SettingError(
-                f"format.kind: got {type(self.format).__name__} with an [agent], expected 'chat':"
-                " its messages are written by the chat template.",
+                f"format.kind: got {type(self.format).__name__} with an [agent], expected 'chat' or"
+                " 'renderer': its messages are written by the chat template.",
                 settings=["format.kind"],
                 code="agent-format",
             )

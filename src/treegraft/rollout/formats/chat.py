@@ -206,11 +206,8 @@ class ChatFormat(TurnFormat):
     # Conversations of programs that write their own prompts
 
     def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> ChatFormat:
-        """Returns a format for conversations with other tools, described as in OpenAI's requests.
-        It has no system prompt and no rule for thoughts and answers.
-
-        Raises `SettingError` for tools that the chat template cannot write.
-        """
+        """Returns the format of `Serving` for other tools. Raises `SettingError` for tools that the
+        chat template cannot write."""
         tools = [described_tool(**schema["function"]) for schema in schemas]
         return ChatFormat(
             self._tokenizer,
@@ -226,26 +223,14 @@ class ChatFormat(TurnFormat):
     def conversation_ids(
         self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
     ) -> list[int]:
-        """Returns the tokens of a whole conversation and of the opening of the agent's turn.
-
-        Args:
-            messages: in the shape that chat templates read; no text can forge a special token, and
-                none of a tool's result a mark.
-            earlier: texts and the tokens that they were read or sampled as; the longest text that
-                the conversation begins with keeps its tokens.
-        """
+        """Returns the tokens of a conversation, as `Serving` says."""
         text = self._template.prompt([self._harmless(one) for one in messages])
         fitting = [one for one in earlier if text.startswith(one[0])]
         before, ids = max(fitting, key=lambda one: len(one[0]), default=("", ()))
         return [*ids, *self._encode(text[len(before) :])]
 
     def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
-        """Returns a turn as a message of OpenAI's chat completions, and which rule the turn broke;
-        such a turn is all content.
-
-        Args:
-            number: of the turn in its conversation; the ids of its calls depend on it.
-        """
+        """Returns a turn as a message and which rule it broke, as `Serving` says."""
         parsed = self.parse_step(token_ids)
         text = self.written_text(token_ids)
         if parsed.violation is not None:
@@ -257,7 +242,9 @@ class ChatFormat(TurnFormat):
             said = said.partition(self._dialect.opening or said)[0].rstrip()
         if thought is not None:
             said = said.lstrip("\n")
-        return message_of(said, thought or "", calls, number), None
+        named = [(call.name, call.body) for call in calls]
+        # OpenAI has no content beside calls alone.
+        return message_of(said or None if calls else said, thought or "", named, number), None
 
     # Results, foreign steps, and steps as the agent would have written them
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import Observation, Origin, StepContent, Task
+from treegraft.core.types import Observation, Origin, ParsedStep, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -137,6 +137,10 @@ class MarkedFormat(ABC):
     @abstractmethod
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         """The tokens of foreign steps, which can forge neither a mark nor an end token."""
+
+    @abstractmethod
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
+        """Returns the content of one step, or which rule it broke."""
 
     @abstractmethod
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:

@@ -194,13 +194,16 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def message_of(said: str, thought: str, calls: Sequence[ToolCall], number: int) -> dict[str, Any]:
+def message_of(
+    said: str | None, thought: str, calls: Sequence[tuple[str, Any]], number: int
+) -> dict[str, Any]:
     """Returns a turn as a message of OpenAI's chat completions.
 
     Args:
+        calls: names and arguments, as they come into the message.
         number: of the turn in its conversation; the ids of its calls depend on it.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
+    message: dict[str, Any] = {"role": "assistant", "content": said}
     if thought:
         message["reasoning_content"] = thought
     if calls:
@@ -208,8 +211,8 @@ def message_of(said: str, thought: str, calls: Sequence[ToolCall], number: int) 
             {
                 "id": f"call{number:03}{place:02}",
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.body},
+                "function": {"name": name, "arguments": arguments},
             }
-            for place, call in enumerate(calls)
+            for place, (name, arguments) in enumerate(calls)
         ]
     return message
