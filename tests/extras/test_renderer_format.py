@@ -78,7 +78,8 @@ def ids_by_template(name: str, messages: list[Message]) -> list[int]:
 
 # Letters, digits, what JSON, XML and Python quote, and white space within.
 WORDS = st.text("abz Z09.,:-_'\"{}[]\\/<>&=\n\téß中🙂", min_size=1, max_size=12).map(str.strip)
-TEXTS = WORDS.filter(bool)
+# Some become one token with what stands next to them.
+TEXTS = st.sampled_from(["so", "me", "in", "to", "un", "der", "the"]) | WORDS.filter(bool)
 
 
 @st.composite
@@ -141,7 +142,8 @@ def test_the_template_decides_which_renderer_it_is(name: str) -> None:
     family = FAMILIES[name]
     assert form._name == family.renderer
     assert form._has_several == family.has_several
-    assert form._has_text or not family.has_text
+    # Llama's template leaves such text out, and so does the renderer.
+    assert form._has_text == family.has_text or family.renderer == "llama-3"
     assert isinstance(form, Serving)
 
 
@@ -150,7 +152,7 @@ def test_every_context_is_what_the_family_s_own_template_gives(name: str) -> Non
     """Before each of the agent's turns, over five questions: token for token."""
     form = form_of(name)
 
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=10, deadline=None, derandomize=True)
     @given(conversations(name))
     def check(messages: list[Message]) -> None:
         assume([form._harmless(one) for one in messages] == messages)
@@ -160,3 +162,109 @@ def test_every_context_is_what_the_family_s_own_template_gives(name: str) -> Non
                 assert form.conversation_ids(before, []) == ids_by_template(name, before)
 
     check()
+
+
+# ---------------------------------------------------------------------- steps of a rollout
+
+
+@st.composite
+def steps(draw: Any, name: str) -> list[StepContent]:
+    """Up to three steps with calls and results, then an answer."""
+    family = FAMILIES[name]
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        made = draw(st.lists(calls(), min_size=1, max_size=3 if family.has_several else 1))
+        found.append(
+            StepContent(
+                thought=draw(TEXTS) if family.has_thoughts else "",
+                calls=tuple(ToolCall(one, json.dumps(arguments)) for one, arguments in made),
+                observations=tuple(Observation(text=draw(TEXTS)) for _ in made),
+            )
+        )
+    thought = draw(TEXTS) if family.has_thoughts else ""
+    return [*found, StepContent(thought=thought, answer=draw(TEXTS))]
+
+
+def as_messages(content: StepContent) -> list[Message]:
+    message: Message = {"role": "assistant", "content": content.answer or ""}
+    if content.thought:
+        message["reasoning_content"] = content.thought
+    if not content.calls:
+        return [message]
+    message["tool_calls"] = [
+        {
+            "id": f"call{n}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.loads(call.body)},
+        }
+        for n, call in enumerate(content.calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": f"call{n}", "name": call.name, "content": seen.text}
+        for n, (call, seen) in enumerate(zip(content.calls, content.observations, strict=True))
+    ]
+    return [message, *results]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rollout_s_contexts_are_what_the_template_gives(name: str) -> None:
+    """Behind a conversation of four answered questions: sampled turns keep their tokens, and the
+    whole is what the template writes. Each turn is read as what it was written for."""
+    form = form_of(name)
+
+    @settings(max_examples=10, deadline=None, derandomize=True)
+    @given(conversations(name), steps(name))
+    def check(messages: list[Message], contents: list[StepContent]) -> None:
+        last = max(n for n, one in enumerate(messages) if one["role"] == "user")
+        asked = messages[: last + 1]
+        assume([form._harmless(one) for one in asked] == asked)
+        task = Task(id="t", question=asked[-1]["content"], reference=("1",), messages=tuple(asked))
+        context = list(form.prompt_ids(task))
+        assert context == ids_by_template(name, asked)
+        turns = []
+        for content in contents:
+            spans = writable(form, content)
+            assume(spans is not None)
+            own = spans[0][0]
+            assert spans[0][1] is Origin.POLICY and own[-1] in end_ids_of(name)
+            if content.answer is not None:
+                break
+            turns.append((own, content))
+            following = form.context_ids(task, turns, context)
+            assert following[: len(context) + len(own)] == (*context, *own)
+            # What demonstrations get.
+            assert spans[1] == (following[len(context) + len(own) :], Origin.TOOL)
+            context = list(following)
+            asked = [*asked, *as_messages(content)]
+            assert context == ids_by_template(name, asked)
+
+    check()
+
+
+def writable(form: RendererFormat, content: StepContent) -> Any:
+    try:
+        return form.render_step(content)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plain_step_can_be_written_and_read(name: str) -> None:
+    family = FAMILIES[name]
+    thought = "I add." if family.has_thoughts else ""
+    call = ToolCall("add", '{"a": 1, "b": 2.5, "exact": true, "more": [1, 2]}')
+    found = (call, ToolCall("search", '{"query": "x y"}'))[: 2 if family.has_several else 1]
+    form = form_of(name)
+    for content in (
+        StepContent(thought=thought, calls=found),
+        StepContent(thought=thought, answer="é 42"),
+    ):
+        ((ids, _),) = form.render_step(content)
+        parsed = form.parse_step(ids)
+        assert parsed.violation is None and parsed.is_complete
+        assert (parsed.content.thought, parsed.content.answer) == (thought, content.answer)
+        read = [(one.name, json.loads(one.body)) for one in parsed.content.calls]
+        assert read == [(one.name, json.loads(one.body)) for one in content.calls]
+        # Cut off, it breaks no rule and is no answer.
+        cut = form.parse_step(ids[:-1])
+        assert cut.violation is None and not cut.is_complete

@@ -59,11 +59,25 @@ class Family:
 
 _DATED = {"date_string": "26 Jul 2024"}
 FAMILIES: Mapping[str, Family] = {
-    "qwen3": Family(sha256="a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8", renderer="qwen3", special=_CHATML, marks=_HERMES),
-    "qwen3_vl": Family(
-        sha256="3636d0f0bd6bef02654cdffdc447b79cb2cef8ab02cc75267345946291a489e4", renderer="qwen3-vl", special=_QWEN, marks=_HERMES, has_thoughts=False
+    "qwen3": Family(
+        sha256="a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8",
+        renderer="qwen3",
+        special=_CHATML,
+        marks=_HERMES,
     ),
-    "qwen3_5_think": Family(sha256="a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715", renderer="qwen3.5", special=_QWEN, marks=_HERMES),
+    "qwen3_vl": Family(
+        sha256="3636d0f0bd6bef02654cdffdc447b79cb2cef8ab02cc75267345946291a489e4",
+        renderer="qwen3-vl",
+        special=_QWEN,
+        marks=_HERMES,
+        has_thoughts=False,
+    ),
+    "qwen3_5_think": Family(
+        sha256="a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715",
+        renderer="qwen3.5",
+        special=_QWEN,
+        marks=_HERMES,
+    ),
     "qwen3_5_nothink": Family(
         sha256="273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80",
         renderer="qwen3.5",
@@ -71,15 +85,41 @@ FAMILIES: Mapping[str, Family] = {
         marks=_HERMES,
         options={"enable_thinking": True},
     ),
-    "qwen3_6": Family(sha256="e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259", renderer="qwen3.6", special=_QWEN, marks=_HERMES),
-    "qwen3_8": Family(sha256="c3cf9e34abf4f9e36c2d72165aa9c132d3e2a725b6c2586aaa3a8af9d7a81041", renderer="qwen3.8", special=_QWEN, marks=_HERMES),
-    "nemotron_3_nano": Family(sha256="ab7813c3abdd9cb655905a410728b26c7884eca45ddfab8d9f931553485a7862", renderer="nemotron-3", special=_CHATML, marks=_HERMES),
-    "nemotron_3_super": Family(sha256="575fb74f54ed264df9047d0ecce3c98938aae953fb4f50356675706264cbb68a", renderer="nemotron-3", special=_CHATML, marks=_HERMES),
+    "qwen3_6": Family(
+        sha256="e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259",
+        renderer="qwen3.6",
+        special=_QWEN,
+        marks=_HERMES,
+    ),
+    "qwen3_8": Family(
+        sha256="c3cf9e34abf4f9e36c2d72165aa9c132d3e2a725b6c2586aaa3a8af9d7a81041",
+        renderer="qwen3.8",
+        special=_QWEN,
+        marks=_HERMES,
+    ),
+    "nemotron_3_nano": Family(
+        sha256="ab7813c3abdd9cb655905a410728b26c7884eca45ddfab8d9f931553485a7862",
+        renderer="nemotron-3",
+        special=_CHATML,
+        marks=_HERMES,
+    ),
+    "nemotron_3_super": Family(
+        sha256="575fb74f54ed264df9047d0ecce3c98938aae953fb4f50356675706264cbb68a",
+        renderer="nemotron-3",
+        special=_CHATML,
+        marks=_HERMES,
+    ),
     "nemotron_3_ultra": Family(
-        sha256="82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc", renderer="nemotron-3-ultra", special=_CHATML, marks=_HERMES
+        sha256="82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc",
+        renderer="nemotron-3-ultra",
+        special=_CHATML,
+        marks=_HERMES,
     ),
     "nemotron_3_5_lightning": Family(
-        sha256="58933db77d3099b4f78c55a38347a72e1ea05b97d6bd8f38775303dc0194e0a9", renderer="nemotron-3-ultra", special=_CHATML, marks=_HERMES
+        sha256="58933db77d3099b4f78c55a38347a72e1ea05b97d6bd8f38775303dc0194e0a9",
+        renderer="nemotron-3-ultra",
+        special=_CHATML,
+        marks=_HERMES,
     ),
     "glm4moe": Family(
         sha256="44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3",
@@ -90,9 +130,21 @@ FAMILIES: Mapping[str, Family] = {
         has_text=False,
     ),
     "gemma4": Family(
-        sha256="33204f1acb5bd0002713e16a593847f24ceeafe711ed88bda2a352dc996a3373", renderer="gemma4", special=_GEMMA, num_ends=2, bos="<bos>", has_text=False
+        sha256="33204f1acb5bd0002713e16a593847f24ceeafe711ed88bda2a352dc996a3373",
+        renderer="gemma4",
+        special=_GEMMA,
+        num_ends=2,
+        bos="<bos>",
+        has_text=False,
     ),
-    "gemma4_v5": Family(sha256="0a2c8073c878ab1da004bee933a998606537bbb62016310352c7285c3f01c5b5", renderer="gemma4", special=_GEMMA, num_ends=2, bos="<bos>"),
+    "gemma4_v5": Family(
+        sha256="0a2c8073c878ab1da004bee933a998606537bbb62016310352c7285c3f01c5b5",
+        renderer="gemma4",
+        special=_GEMMA,
+        num_ends=2,
+        bos="<bos>",
+        has_text=False,
+    ),
     "llama3_1": Family(
         sha256="e10ca381b1ccc5cf9db52e371f3b6651576caee0a630b452e2816b2d404d4b65",
         renderer="llama-3",

@@ -77,10 +77,11 @@ class RendererFormat(agents.TurnFormat):
             thought = f"thought {number}" if number != 1 else ""
             messages.append({"role": "user", "content": f"question {number}"})
             if names:
-                said = "Let me see." if has_text and number != 2 else ""
+                # Texts that become one token where nothing stands between them.
+                said = "so" if has_text and number != 2 else ""
                 messages.append(agents.message_of(said, thought, calls, number))
                 messages += _results(messages[-1], ["42", "so it is"])
-            messages.append(agents.message_of(f"answer {number}", thought, (), number))
+            messages.append(agents.message_of(f"me {number}", thought, (), number))
         return messages
 
     def _template_ids(self, messages: list[Message], *, opens: bool = True) -> list[int]:
@@ -298,13 +299,29 @@ class RendererFormat(agents.TurnFormat):
             raise agents.Violation(f"a turn that cannot be read: {error}") from error
         if read.reasoning_complete is False and token_ids[-1] in self._end_ids:
             raise agents.Violation("a thought that is not closed")
+        calls = []
         for call in read.tool_calls:
-            if call.status != "ok":
+            # Values that are not of their type are the tool's to refuse.
+            is_typed = call.status != "invalid_json" or not isinstance(call.arguments, dict)
+            if call.status != "ok" and is_typed:
                 raise agents.Violation(f"a tool call that cannot be read ({call.status})")
-        calls = [(call.name, call.arguments) for call in read.tool_calls]
+            calls.append((call.name, self._typed(call.name, call.arguments)))
         return agents.message_of(
             read.content, (read.reasoning_content or "").strip(), calls, number
         )
+
+    def _typed(self, name: str, arguments: Any) -> Any:
+        """The arguments with booleans for the words of Python that some templates write."""
+        signature = self._signatures.get(name)
+        if signature is None or not isinstance(arguments, dict):
+            return arguments
+        kinds = signature.schema.get("properties", {})
+        return {
+            key: value == "True"
+            if value in ("True", "False") and kinds.get(key, {}).get("type") == "boolean"
+            else value
+            for key, value in arguments.items()
+        }
 
     def parse_step(self, token_ids: Sequence[int]) -> agents.ParsedStep:
         """Returns the content of one turn, a thought and calls or an answer, or which rule it
