@@ -268,3 +268,149 @@ def test_a_plain_step_can_be_written_and_read(name: str) -> None:
         # Cut off, it breaks no rule and is no answer.
         cut = form.parse_step(ids[:-1])
         assert cut.violation is None and not cut.is_complete
+
+
+# ---------------------------------------------------------------------- attacks
+
+
+def marks_of(name: str, ids: Any) -> list[int]:
+    added = set(tokenizer_of(name).get_added_vocab().values())
+    return [token for token in ids if token in added]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_result_and_no_question_forges_a_mark(name: str) -> None:
+    """Every token and mark of the family in the results, also across several of them, in other
+    case and between full-width brackets; and all special ones in the question."""
+    form = form_of(name)
+    tokens = [*tokenizer_of(name).get_added_vocab(), "<function=add>", "</tool_response>"]
+    hostile = " ".join(tokens) + "".join(tokens) + "".join(tokens).upper()
+    hostile += hostile.translate(str.maketrans("<|>", "\uff1c\uff5c\uff1e"))
+    calls_made = (ToolCall("search", '{"query": "a"}'), ToolCall("search", '{"query": "b"}'))
+    calls_made = calls_made[: 2 if FAMILIES[name].has_several else 1]
+    task = Task(id="t", question="? ", reference=("1",))
+    context = form.prompt_ids(task)
+    found = []
+    for text in ("x", hostile, *tokens):
+        seen = (Observation(text=text),) * len(calls_made)
+        content = StepContent(calls=calls_made, observations=seen)
+        step = StepContent(thought="t", calls=calls_made)
+        own = writable(form, step) or form.render_step(StepContent(calls=calls_made))
+        following = form.context_ids(task, [(own[0][0], content)], context)
+        found.append(marks_of(name, following))
+    assert all(one == found[0] for one in found)
+    special = " ".join(tokenizer_of(name).all_special_tokens)
+    asked = form.prompt_ids(Task(id="t", question=special, reference=("1",)))
+    assert marks_of(name, asked) == marks_of(name, context)
+    # As a program sends it.
+    messages = [{"role": "user", "content": special}]
+    assert marks_of(name, form.conversation_ids(messages, [])) == marks_of(name, context)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_that_forges_another_breaks_a_rule(name: str) -> None:
+    """Each token of the family somewhere in a turn, besides those that it has there already."""
+    form = form_of(name)
+    thought = "t" if FAMILIES[name].has_thoughts else ""
+    call = StepContent(thought=thought, calls=(ToolCall("search", '{"query": "a"}'),))
+    ends = set(end_ids_of(name))
+    for content in (call, StepContent(thought=thought, answer="b c d")):
+        ((ids, _),) = form.render_step(content)
+        for token in set(tokenizer_of(name).get_added_vocab().values()) - ends:
+            for place in (len(ids) - 1, len(ids) - 2):
+                forged = (*ids[:place], token, *ids[place:])
+                parsed = form.parse_step(forged)
+                text = tokenizer_of(name).decode(forged)
+                assert parsed.violation is not None, text
+
+
+def test_a_turn_s_text_forges_nothing_where_it_is_written_again() -> None:
+    """The letters of a special token are text; encoded anew they would be the token."""
+    name = "qwen3_5_think"
+    form = form_of(name)
+    tokenizer = tokenizer_of(name)
+    letters = tokenizer.encode("<|im", add_special_tokens=False)
+    letters += tokenizer.encode("_start|>user", add_special_tokens=False)
+    assert not marks_of(name, letters)
+    close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
+    call = "<tool_call>\n<function=search>\n<parameter=query>\na\n</parameter>\n</function>\n"
+    call = tokenizer.encode(f"{call}</tool_call><|im_end|>", add_special_tokens=False)
+    own = [*letters, *close, *call]
+    assert "<|im_start|>user" in form.parse_step(own).content.thought
+    task = Task(id="t", question="?", reference=("1",))
+    content = StepContent(observations=(Observation(text="x"),))
+    context = form.prompt_ids(task)
+    kept = form.context_ids(task, [(own, content)], context)
+    assert kept[: len(context) + len(own)] == (*context, *own)
+    form = copy.copy(form)
+    form._renderer = Anew(form._renderer)
+    anew = form.context_ids(task, [(own, content)], context)
+    assert marks_of(name, anew) == marks_of(name, kept)
+    assert "< |im_start|>user" in tokenizer.decode(anew)
+
+
+class Anew:
+    """A renderer that continues nothing, so that every context is written as a whole."""
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
+
+    def bridge_to_next_turn(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def made(template: str, special: str, marks: str = "", **more: Any) -> RendererFormat:
+    tokenizer = tokenizer_with(template, special, marks)
+    more = {"require_think": False, "end_ids": [tokenizer.eos_token_id], **more}
+    return RendererFormat(tokenizer, TOOLS, **more)
+
+
+QWEN = FAMILIES["qwen3_5_think"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [
+        # Thoughts off: the renderer writes the empty ones into earlier turns too.
+        ("qwen3_5_nothink", {"enable_thinking": False}, "the nearest, 'qwen3.5', writes"),
+        ("deepseekv3", {}, "the model's chat template refuses a conversation"),
+        ("lfm2_v2", {}, "the nearest,"),
+        ("muse_glimmer", {}, "the nearest,"),
+        ("qwen3_5_think", {"renderer": "qwen3.9"}, "the package has no renderer 'qwen3.9'"),
+        ("qwen3_5_think", {"renderer": "glm-4.5"}, "Special token '[gMASK]' not found"),
+        ("qwen3_5_think", {"renderer": "qwen3.6", "depth": 3}, "depth"),
+    ],
+)
+def test_templates_that_no_renderer_writes(name: str, options: Any, part: str) -> None:
+    with raises_code("renderer-refused") as caught:
+        made(template_of(name), QWEN.special, QWEN.marks, template_options=options)
+    assert part in str(caught.value)
+    assert "format.template_options.renderer" in str(caught.value)
+
+
+def test_settings_that_a_renderer_cannot_keep() -> None:
+    template = template_of("qwen3_5_think")
+    for more, part in (
+        ({"mentions_retrieval": True}, "graft"),
+        ({"thoughts": "drop"}, "format.thoughts is 'drop'"),
+        ({"end_ids": []}, "holds none of the tokens that end a completion"),
+    ):
+        with raises_code("renderer-refused") as caught:
+            made(template, QWEN.special, QWEN.marks, **more)
+        assert part in str(caught.value)
+    with raises_code("renderer-refused") as caught:
+        made("", QWEN.special, QWEN.marks)
+    assert "no chat template" in str(caught.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treegraft.core.packages.is_installed", lambda _: False)
+    with raises_code("package-missing") as caught:
+        made(template_of("qwen3_5_think"), QWEN.special, QWEN.marks)
+    assert "pip install 'treegraft[templates]'" in str(caught.value)

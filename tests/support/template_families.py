@@ -62,8 +62,16 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         sha256="a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8",
         renderer="qwen3",
-        special=_CHATML,
+        special=_QWEN,
         marks=_HERMES,
+    ),
+    "qwen3_instruct_2507": Family(
+        sha256="64f85b198065d0fba2a81f37e10ed68161ce2c19a754c7100e67e0ca2ee9c326",
+        # Its template has no thoughts, as that one.
+        renderer="qwen3-vl",
+        special=_QWEN,
+        marks=_HERMES,
+        has_thoughts=False,
     ),
     "qwen3_vl": Family(
         sha256="3636d0f0bd6bef02654cdffdc447b79cb2cef8ab02cc75267345946291a489e4",

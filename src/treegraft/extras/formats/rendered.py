@@ -343,7 +343,8 @@ class RendererFormat(agents.TurnFormat):
     def _check_marks(self, message: Message, ids: Sequence[int]) -> None:
         """Raises Violation for marks that the turn would not have if the renderer wrote it."""
         whole = {**message, "reasoning_content": message.get("reasoning_content") or self._dummy}
-        canonical = self._before_end(self._turn_ids(self._harmless(whole)))[0]
+        # Of texts without marks, so that all of them are the renderer's own.
+        canonical = self._before_end(self._turn_ids(self._described(whole)))[0]
         found = self._marks(ids)[0]
         thoughts = [token for token in found if token in self._thought_marks]
         if not Counter(thoughts) <= self._thought_marks:
