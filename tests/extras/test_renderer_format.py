@@ -378,11 +378,16 @@ QWEN = FAMILIES["qwen3_5_think"]
     ("name", "options", "part"),
     [
         # Thoughts off: the renderer writes the empty ones into earlier turns too.
-        ("qwen3_5_nothink", {"enable_thinking": False}, "the nearest, 'qwen3.5', writes"),
+        (
+            "qwen3_5_nothink",
+            {"enable_thinking": False, "renderer": "qwen3.5"},
+            "the renderer 'qwen3.5' writes",
+        ),
+        ("qwen3_5_nothink", {"enable_thinking": False}, "no renderer with these template_options"),
         ("deepseekv3", {}, "the model's chat template refuses a conversation"),
-        ("lfm2_v2", {}, "the nearest,"),
-        ("muse_glimmer", {}, "the nearest,"),
-        ("qwen3_5_think", {"renderer": "qwen3.9"}, "the package has no renderer 'qwen3.9'"),
+        ("lfm2_v2", {}, "no renderer with these template_options"),
+        ("muse_glimmer", {}, "no renderer with these template_options"),
+        ("qwen3_5_think", {"renderer": "qwen3.9"}, "no renderer with these template_options"),
         ("qwen3_5_think", {"renderer": "glm-4.5"}, "Special token '[gMASK]' not found"),
         ("qwen3_5_think", {"renderer": "qwen3.6", "depth": 3}, "depth"),
     ],

@@ -30,6 +30,7 @@ from treegraft.core.interfaces import (
     Retrieved,
     Retriever,
     Rewriting,
+    Span,
     TreeScorer,
 )
 from treegraft.core.sessions import Point, SessionOpener, Sessions
@@ -523,49 +524,35 @@ class _Growth:
         """Appends a step with its results, or with a context below it that has them; False where
         they leave no room for the next step."""
         format = self._g.format
-        before = len(path.prefix_ids) - path.num_prompt
-        limit = self._g.limits.max_completion_tokens
-        observations = content.observations
+        before = path.prefix_ids
+        # What the next context continues, if it is not this step.
+        above = None
         if isinstance(format, Conversing):
-            return self._add_conversed(format, path, written, content, add)
-        if isinstance(format, Rewriting) and format.drops_thoughts:
-            spans = format.context_spans(written, observations)
-            if before + sum(len(ids) for ids, _ in spans) >= limit:
-                return False
+            turns = [
+                (step.token_ids[step.sampled_mask].tolist(), step.content)
+                for step in self._tree.steps_to(path.parent)[1:]
+            ]
+            context = format.context_ids(self._tree.task, [*turns, (written, content)], before)
+            whole = (*before, *written)
+            if context[: len(whole)] == whole:
+                spans: Sequence[Span] = [(context[len(whole) :], Origin.TOOL)]
+            else:
+                above = self._tree.gone_back(path, context)
+                spans = [(context[len(above.prefix_ids) :], Origin.CONTEXT)]
+        elif isinstance(format, Rewriting) and format.drops_thoughts:
             above = path.copy()
+            spans = format.context_spans(written, content.observations)
+        else:
+            spans = [(format.observation_ids(content.observations), Origin.TOOL)]
+        num_next = sum(len(ids) for ids, _ in spans)
+        num_next += len(before) + len(written) if above is None else len(above.prefix_ids)
+        if num_next - path.num_prompt >= self._g.limits.max_completion_tokens:
+            return False
+        if above is None:
+            add(observation_ids=spans[0][0])
+        else:
             add()
             self._tree.add_context(path, above, spans)
-            return True
-        shown = format.observation_ids(observations)
-        if before + len(written) + len(shown) >= limit:
-            return False
-        add(observation_ids=shown)
-        return True
-
-    def _add_conversed(
-        self,
-        format: Conversing,
-        path: OpenPath,
-        written: Sequence[int],
-        content: StepContent,
-        add: Callable[..., None],
-    ) -> bool:
-        """The same where the next context is written from the whole conversation."""
-        turns = [
-            (step.token_ids[step.sampled_mask].tolist(), step.content)
-            for step in self._tree.steps_to(path.parent)[1:]
-        ]
-        context = format.context_ids(self._tree.task, [*turns, (written, content)], path.prefix_ids)
-        if len(context) - path.num_prompt >= self._g.limits.max_completion_tokens:
-            return False
-        whole = (*path.prefix_ids, *written)
-        if context[: len(whole)] == whole:
-            add(observation_ids=context[len(whole) :])
-            return True
-        above = self._tree.gone_back(path, context)
-        add()
-        rest = context[len(above.prefix_ids) :]
-        self._tree.add_context(path, above, [(rest, Origin.CONTEXT)])
         return True
 
     async def _complete(

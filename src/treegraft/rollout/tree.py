@@ -231,12 +231,10 @@ class OpenTree:
     def gone_back(self, path: OpenPath, token_ids: Sequence[int]) -> OpenPath:
         """Returns a copy of the path, at the last step up to which the context has these tokens."""
         above = path.copy()
-        while above.context is not None:
-            count = len(above.prefix_ids)
-            if above.prefix_ids == list(token_ids[:count]):
-                break
+        while above.prefix_ids != list(token_ids[: len(above.prefix_ids)]):
+            assert above.context is not None, "the empty path begins every context"
             step = self._steps[above.context]
-            del above.prefix_ids[count - len(step.token_ids) :]
+            del above.prefix_ids[len(above.prefix_ids) - len(step.token_ids) :]
             above.context = step.parent
         return above
 

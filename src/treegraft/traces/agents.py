@@ -12,18 +12,12 @@ from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.sessions import Session, SessionOpener
 from treegraft.core.types import ParsedStep, StepContent, Task
-from treegraft.rollout.formats.answers import AnswerRule
-from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import (
-    FormatOptions,
-    Specials,
     Violation,
-    loosely,
-    shortest_prefix,
 )
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
 from treegraft.rollout.formats.template import MARK, THINK_CLOSING, THINK_OPENING
-from treegraft.rollout.formats.turns import TurnFormat, described_tool, message_of, tool_schema
+from treegraft.rollout.formats.turns import TurnFormat, message_of, tool_schema
 from treegraft.tools.environments.rehearsal import rehearse_all
 
 __all__ = [
@@ -32,23 +26,16 @@ __all__ = [
     "THINK_CLOSING",
     "THINK_OPENING",
     "Agent",
-    "AnswerRule",
     "Attempt",
-    "ChatFormat",
-    "FormatOptions",
     "ParsedStep",
     "Parts",
     "ScriptedAgent",
     "Session",
     "SessionOpener",
-    "Specials",
     "TagsFormat",
     "TurnFormat",
     "Violation",
-    "described_tool",
-    "loosely",
     "message_of",
-    "shortest_prefix",
     "tool_schema",
 ]
 

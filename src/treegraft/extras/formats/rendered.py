@@ -6,12 +6,11 @@ questions as the template does, token for token.
 
 from __future__ import annotations
 
-import re
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, product, takewhile
-from typing import Any, Unpack
+from itertools import product, repeat, takewhile
+from typing import Any
 
 from treegraft import Origin, StepContent, Task
 from treegraft.parts import Observation, agents, errors, interfaces, packages
@@ -20,7 +19,8 @@ OWN_NAME = "renderer"
 """The key of format.template_options that names a renderer."""
 # The first three render by templates or code of others; the last one downloads a vocabulary.
 _LEFT_OUT = ("auto", "default", "custom", "gpt-oss")
-_ASKED = {"role": "user", "content": "?"}
+_TASK = Task(id="?", question="?", reference=())
+(_ASKED,) = _TASK.conversation()
 Message = dict[str, Any]
 Turn = tuple[Sequence[int], StepContent]
 
@@ -38,14 +38,14 @@ class RendererFormat(agents.TurnFormat):
         tools: Sequence[interfaces.Tool],
         *,
         template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[agents.FormatOptions],
+        **options: Any,
     ) -> None:
         """Takes the shared options and variables of the template.
 
         Raises `SettingError` for a template that no renderer writes, and for grafts.
         """
         packages.require("format.kind = 'renderer'", "renderers")
-        super().__init__(tokenizer, tools, **options)
+        super().__init__(tokenizer, tools, template_options, **options)
         self._tokenizer: Any = tokenizer
         if options.get("mentions_retrieval"):
             raise _refused("explore.explorers has 'graft', and a renderer has no place for grafts")
@@ -59,9 +59,13 @@ class RendererFormat(agents.TurnFormat):
         self._options = dict(template_options or {})
         self._name = self._options.pop(OWN_NAME, None)
         self._schemas = [agents.tool_schema(tool) for tool in tools]
+        self._shown_schemas: list[Message] | None = None
         self._learn_marks()
-        self._schemas = self._described(self._schemas)
-        self._renderer = self._chosen()
+        # None for none: templates may have a heading for an empty list.
+        self._shown_schemas = self._described(self._schemas) or None
+        self._choose()
+        # So that the same one is taken for other tools.
+        self._template_options = {**self._options, OWN_NAME: self._name}
         self._opening = self._ids([_ASKED])
         self._learn_turns()
 
@@ -84,135 +88,116 @@ class RendererFormat(agents.TurnFormat):
             messages.append(agents.message_of(f"me {number}", thought, (), number))
         return messages
 
-    def _template_ids(self, messages: list[Message], *, opens: bool = True) -> list[int]:
+    def _template_ids(self, messages: list[Message]) -> list[int]:
         """The tokens of the model's own template."""
         text = self._tokenizer.apply_chat_template(
             messages,
-            tools=self._schemas or None,
+            tools=self._shown_schemas,
             tokenize=False,
-            add_generation_prompt=opens,
+            add_generation_prompt=True,
             **self._options,
         )
         return self._encode(text)
 
+    def _contexts(
+        self, write: Callable[[list[Message]], list[int]], probe: list[Message]
+    ) -> list[int] | str:
+        """The tokens of all contexts of a probe, one behind the other, or why one of them cannot be
+        written."""
+        ids = []
+        try:
+            for place, message in enumerate(probe):
+                if message["role"] == "assistant":
+                    ids += write(probe[:place])
+        except Exception as error:  # templates and renderers are programs of others
+            return f"refuses a conversation: {error}"
+        return ids
+
     def _learn_marks(self) -> None:
-        added = set(self._tokenizer.get_added_vocab())
-        marks = added.copy()
-        for has_several in (True, False):
-            try:
-                text = self._decode(self._template_ids(self._probe(has_several=has_several)))
-            except Exception:  # a template may refuse several calls
-                continue
-            marks |= set(agents.MARK.findall(text))
-        special = {*self._tokenizer.all_special_tokens, *map(self._text, self._end_ids)}
-        self._specials = agents.Specials(self._tokenizer, sorted(marks - special), self._end_ids)
-        longest_first = sorted(filter(str.strip, marks), key=len, reverse=True)
-        self._mark = re.compile("|".join(map(re.escape, longest_first)))
-        self._forged = agents.loosely(longest_first)
+        marks = set(self._tokenizer.get_added_vocab())
+        found = self._contexts(self._template_ids, self._probe(has_several=False))
+        if not isinstance(found, str):
+            marks.update(agents.MARK.findall(self._decode(found)))
+        self._set_marks(marks)
 
-    def _text(self, token: int) -> str:
-        return self._decode([token])
-
-    def _chosen(self) -> Any:
-        """The renderer that writes what the template does, with as much in a turn as that allows.
-        Raises SettingError if there is none."""
-        candidates = self._candidates()
-        reason = ""
-        for has_several, has_text in product((True, False), repeat=2):
-            probe = self._probe(has_several=has_several, has_text=has_text)
-            contexts = [probe[:n] for n, one in enumerate(probe) if one["role"] == "assistant"]
-            try:
-                wanted = [self._template_ids(one) for one in contexts]
-            except Exception as error:  # a template is a program of the model's makers
-                reason = reason or f"the model's chat template refuses a conversation: {error}"
-                continue
-            found = {}
-            for name, self._renderer in candidates.items():
-                found[name] = [self._ids(one) for one in contexts]
-                if found[name] == wanted:
-                    self._has_several = has_several
-                    self._has_text = has_text
-                    self._name = name
-                    return self._renderer
-            reason = self._difference(found, wanted)
-        raise _refused(reason)
-
-    def _candidates(self) -> dict[str, Any]:
-        """The renderers that this tokenizer and these options allow, by name. Raises SettingError
-        if there is none."""
+    def _choose(self) -> None:
+        """Takes the renderer that writes what the template does, with as much in a turn as that
+        allows. Raises SettingError if there is none."""
         from renderers.base import create_renderer
         from renderers.configs import RendererConfig
 
-        made = {}
-        reason = f"the package has no renderer '{self._name}'"
+        candidates = {}
+        reason = "no renderer with these template_options writes the model's chat template"
         for kind in typing.get_args(typing.get_args(RendererConfig)[0]):
             name = kind.model_fields["name"].default
             if name in _LEFT_OUT or self._name not in (None, name):
                 continue
             try:
-                made[name] = create_renderer(self._tokenizer, kind(**self._options))
+                candidates[name] = create_renderer(self._tokenizer, kind(**self._options))
             except Exception as error:  # the tokenizer lacks a token, or it knows no such option
-                reason = f"the renderer '{name}' cannot be made: {error}"
-        if not made:
-            raise _refused(reason)
-        return made
+                if self._name:
+                    reason = f"the renderer '{name}' cannot be made: {error}"
+        for self._has_several, self._has_text in product((True, False), repeat=2):
+            probe = self._probe(has_several=self._has_several, has_text=self._has_text)
+            wanted = self._contexts(self._template_ids, probe)
+            if isinstance(wanted, str):
+                reason = f"the model's chat template {wanted}"
+                continue
+            for name, self._renderer in candidates.items():
+                found = self._contexts(self._ids, probe)
+                if found == wanted:
+                    self._name = name
+                    return
+                if self._name:
+                    reason = f"the renderer '{name}' {self._difference(found, wanted)}"
+        raise _refused(reason)
 
-    def _difference(
-        self, found: Mapping[str, Sequence[list[int]]], wanted: Sequence[list[int]]
-    ) -> str:
-        """Where the renderer that comes nearest leaves the template."""
-        whole = list(chain(*wanted))
-
-        def num_same(name: str) -> int:
-            pairs = zip(chain(*found[name]), whole, strict=False)
-            return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-        name = max(found, key=num_same)
-        place = slice(max(0, num_same(name) - 8), num_same(name) + 12)
-        ours = self._decode(list(chain(*found[name]))[place])
-        theirs = self._decode(whole[place])
+    def _difference(self, found: list[int] | str, wanted: list[int]) -> str:
+        """Where a renderer leaves the template."""
+        if isinstance(found, str):
+            return found
+        pairs = zip(found, wanted, strict=False)
+        count = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        place = slice(max(0, count - 8), count + 12)
         return (
-            "no renderer writes what the model's chat template does; the nearest,"
-            f" '{name}', writes {ours!r}, the template {theirs!r}"
+            f"writes {self._decode(found[place])!r}, the model's chat template"
+            f" {self._decode(wanted[place])!r}"
         )
 
     def _learn_turns(self) -> None:
-        """Fixes which marks are the agent's. Raises SettingError for turns without an end."""
-        # Some renderers end a turn without a thought otherwise than the prompt begins it.
-        self._dummy = "a"
-        calls = [_called(message) for message in self._probe() if "tool_calls" in message][:1]
-        try:
-            self._turn_ids(agents.message_of("b", "a", (), 0))
-        except ValueError:
-            self._dummy = ""
-        try:
-            answer = self._turn_ids(agents.message_of("b", self._dummy, (), 0))
-            turns = [
-                self._turn_ids(agents.message_of("", self._dummy, one[:1], 0)) for one in calls
-            ]
-        except ValueError as error:
-            raise _refused(str(error)) from error
+        """Fixes which marks are a thought's. Raises SettingError for turns without an end."""
+        turns = [one for one in self._probe(has_several=False) if one["role"] == "assistant"][:2]
+        # Without thoughts a prompt may hold an empty one, behind which none can be written.
+        reason = ""
+        for self._dummy in ("a", ""):
+            try:
+                *_, answer = [
+                    self._turn_ids({**one, "reasoning_content": self._dummy}) for one in turns
+                ]
+                break
+            except ValueError as error:
+                reason = reason or str(error)
+        else:
+            raise _refused(reason)
         self._thought_marks = Counter(self._marks(answer)[0])
-        self._own_ids = set(chain(answer, *turns))
 
     # Rendering
 
     def _ids(self, messages: Sequence[Message], *, opens: bool = True) -> list[int]:
-        found: list[int] = self._renderer.render_ids(
-            messages, tools=self._schemas or None, add_generation_prompt=opens
+        return list(
+            self._renderer.render_ids(
+                messages, tools=self._shown_schemas, add_generation_prompt=opens
+            )
         )
-        return found
 
-    def _asked_ids(self, task: Task) -> list[int]:
-        return self._ids(self._messages(task))
+    def _written(self, messages: Sequence[Message]) -> str:
+        return self._decode(self._ids(messages))
 
     def _turn_ids(self, message: Message) -> list[int]:
         """A turn as the agent samples it, its end token included. Raises ValueError for one that
         cannot be written behind its prompt or has no end."""
         # What follows calls belongs to the turn in templates that end it by the next one's mark.
-        whole = self._ids(
-            [_ASKED, message, *_results(message, ["?"] * len(_called(message)))], opens=False
-        )
+        whole = self._ids([_ASKED, message, *_results(message, repeat("?"))], opens=False)
         if whole[: len(self._opening)] != self._opening:
             raise ValueError("the renderer does not write this turn behind its prompt")
         turn = whole[len(self._opening) :]
@@ -221,7 +206,7 @@ class RendererFormat(agents.TurnFormat):
                 return turn[: place + 1]
         if not _called(message) and self._tokenizer.eos_token_id is not None:
             return [*turn, self._tokenizer.eos_token_id]
-        ends = ", ".join(map(repr, map(self._text, sorted(self._end_ids))))
+        ends = self._decode(sorted(self._end_ids))
         raise ValueError(
             f"the agent's turn {self._decode(turn)[:200]!r} holds none of the tokens that end a"
             f" completion ({ends}); add its end to eos_token_id of the model's generation config"
@@ -231,51 +216,39 @@ class RendererFormat(agents.TurnFormat):
         self, task: Task, turns: Sequence[Turn], before: Sequence[int]
     ) -> tuple[int, ...]:
         """Returns the tokens of the next step's context; see `Conversing`."""
-        return self._continued_by(self._messages(task), turns, before)
-
-    def _continued_by(
-        self, asked: Sequence[Message], turns: Sequence[Turn], before: Sequence[int]
-    ) -> tuple[int, ...]:
-        messages = [
-            self._harmless(self._read(ids, n) if ids else self._message(content, n))
-            for n, (ids, content) in enumerate(turns)
-        ]
-        own = turns[-1][0]
 
         def render(safe: Callable[[str], str]) -> list[int]:
-            results = [
-                _results(message, [safe(one.text) for one in content.observations])
-                for message, (_, content) in zip(messages, turns, strict=True)
-            ]
+            messages = [*map(self._harmless, self._messages(task))]
+            for number, (ids, content) in enumerate(turns):
+                # Of a stored step its content is all there is.
+                said = self._read(ids, number) if ids else self._message(content, number)
+                results = _results(said, [safe(one.text) for one in content.observations])
+                messages += [self._harmless(said), *results]
             bridged = self._renderer.bridge_to_next_turn(
-                [*before], [*own], results[-1], tools=self._schemas or None
+                [*before], [*ids], results, tools=self._shown_schemas
             )
-            if bridged is not None:
-                return list(bridged.token_ids)
-            said = chain(*([one, *seen] for one, seen in zip(messages, results, strict=True)))
-            return self._ids([*map(self._harmless, asked), *said])
+            return self._ids(messages) if bridged is None else [*bridged.token_ids]
 
         return tuple(self._harmless_ids(render))
 
     def _message(self, content: StepContent, number: int) -> Message:
         """The message of a content. Raises ValueError for one that cannot be said."""
-        self._check_one_action(content)
         said = "" if content.answer is None else self._answer_text(content.answer)
         calls = [*map(self._arguments, content.calls)]
         return agents.message_of(said, content.thought.strip(), calls, number)
 
-    def render_step(self, content: StepContent) -> tuple[interfaces.Span, ...]:
-        """Returns the turn's policy tokens, end token included, then its results as tool tokens.
+    def _step_ids(self, content: StepContent) -> list[int]:
+        return self._turn_ids(self._harmless(self._message(content, 0)))
 
-        Raises `ValueError` for a content that the renderer cannot say or would read otherwise.
-        """
-        ids = self._turn_ids(self._harmless(self._message(content, 0)))
-        self._check_read_back(ids, content)
+    def _spans(
+        self, ids: Sequence[int], seen: Sequence[Observation]
+    ) -> tuple[interfaces.Span, ...]:
         own: interfaces.Span = (tuple(ids), Origin.POLICY)
-        if not content.observations:
+        if not seen:
             return (own,)
         whole = (*self._opening, *ids)
-        context = self._continued_by([_ASKED], [(ids, content)], self._opening)
+        turn = (ids, StepContent(observations=tuple(seen)))
+        context = self.context_ids(_TASK, [turn], self._opening)
         if context[: len(whole)] != whole:
             raise ValueError("the renderer writes this turn otherwise once results follow.")
         return own, (context[len(whole) :], Origin.TOOL)
@@ -293,7 +266,7 @@ class RendererFormat(agents.TurnFormat):
         """A turn as a message. Raises Violation for one that cannot be read."""
         try:
             read = self._renderer.parse_response(
-                [*token_ids], tools=self._schemas or None, prompt_ids=self._opening
+                [*token_ids], tools=self._shown_schemas, prompt_ids=self._opening
             )
         except Exception as error:  # it reads what a policy may write
             raise agents.Violation(f"a turn that cannot be read: {error}") from error
@@ -302,26 +275,22 @@ class RendererFormat(agents.TurnFormat):
         calls = []
         for call in read.tool_calls:
             # Values that are not of their type are the tool's to refuse.
-            is_typed = call.status != "invalid_json" or not isinstance(call.arguments, dict)
-            if call.status != "ok" and is_typed:
+            is_readable = call.status in ("ok", "invalid_json")
+            if not is_readable or not isinstance(call.arguments, dict):
                 raise agents.Violation(f"a tool call that cannot be read ({call.status})")
             calls.append((call.name, self._typed(call.name, call.arguments)))
         return agents.message_of(
             read.content, (read.reasoning_content or "").strip(), calls, number
         )
 
-    def _typed(self, name: str, arguments: Any) -> Any:
+    def _typed(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with booleans for the words of Python that some templates write."""
-        signature = self._signatures.get(name)
-        if signature is None or not isinstance(arguments, dict):
-            return arguments
-        kinds = signature.schema.get("properties", {})
-        return {
-            key: value == "True"
-            if value in ("True", "False") and kinds.get(key, {}).get("type") == "boolean"
-            else value
-            for key, value in arguments.items()
-        }
+        typed = dict(arguments)
+        if signature := self._signatures.get(name):
+            for key, kind in signature.schema.get("properties", {}).items():
+                if typed.get(key) in ("True", "False") and kind.get("type") == "boolean":
+                    typed[key] = typed[key] == "True"
+        return typed
 
     def parse_step(self, token_ids: Sequence[int]) -> agents.ParsedStep:
         """Returns the content of one turn, a thought and calls or an answer, or which rule it
@@ -331,8 +300,6 @@ class RendererFormat(agents.TurnFormat):
             message = self._read(token_ids, 0)
             thought = message.get("reasoning_content", "")
             ids, has_ended = self._before_end(token_ids)
-            if {*self._marks(ids)[0]} - self._own_ids:
-                raise agents.Violation("a special token inside the turn")
             if not has_ended:
                 return agents.ParsedStep(StepContent(thought=thought), None)
             self._check_marks(message, ids)
@@ -375,41 +342,9 @@ class RendererFormat(agents.TurnFormat):
 
     # Conversations of programs that write their own prompts
 
-    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> RendererFormat:
-        """Returns the format of `Serving` for other tools. Raises `SettingError` for tools that the
-        renderer writes otherwise than the template."""
-        return RendererFormat(
-            self._tokenizer,
-            [agents.described_tool(**schema["function"]) for schema in schemas],
-            template_options={**self._options, OWN_NAME: self._name},
-            system_prompt="",
-            require_think=False,
-            require_boxed=False,
-            answer=agents.AnswerRule("whole"),
-            end_ids=sorted(self._end_ids),
-        )
-
-    def conversation_ids(
-        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
-    ) -> list[int]:
-        """Returns the tokens of a conversation, as `Serving` says."""
-        ids = self._ids([self._harmless(one) for one in messages])
-        text = self._decode(ids)
-        fitting = [one for one in earlier if text.startswith(one[0])]
-        before, known = max(fitting, key=lambda one: len(one[0]), default=("", ()))
-        count = agents.shortest_prefix(self._decode, ids, before)
-        return [*known, *ids[count:]] if self._decode(ids[:count]) == before else ids
-
-    def message(self, token_ids: Sequence[int], number: int) -> tuple[Message, str | None]:
-        """Returns a turn as a message and which rule it broke, as `Serving` says."""
-        parsed = self.parse_step(token_ids)
-        if parsed.violation is not None:
-            text = self.written_text(token_ids)
-            return agents.message_of(text, "", (), number), parsed.violation
-        read = self._read(token_ids, number)
-        calls = [(call.name, call.body) for call in parsed.content.calls]
-        said = read["content"] or (None if calls else "")
-        return agents.message_of(said, read.get("reasoning_content", ""), calls, number), None
+    def _said(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        message = self._read(token_ids, 0)
+        return message.get("reasoning_content", ""), message["content"]
 
 
 def _called(message: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -12,8 +12,7 @@ from elsewhere is encoded so that it holds no mark and no special token.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool
@@ -22,16 +21,12 @@ from treegraft.core.types import (
     Origin,
     ParsedStep,
     StepContent,
-    Task,
     ToolCall,
 )
-from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.markup import (
     FormatOptions,
-    Specials,
     Violation,
     clean,
-    loosely,
     normal_answer,
 )
 from treegraft.rollout.formats.template import (
@@ -43,9 +38,7 @@ from treegraft.rollout.formats.template import (
 )
 from treegraft.rollout.formats.turns import (
     TurnFormat,
-    described_tool,
     json_text,
-    message_of,
     tool_schema,
 )
 
@@ -72,8 +65,7 @@ class ChatFormat(TurnFormat):
 
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
-        super().__init__(tokenizer, tools, **options)
-        self._template_options = template_options
+        super().__init__(tokenizer, tools, template_options, **options)
         self._template = ChatTemplate(
             tokenizer,
             [tool_schema(tool) for tool in tools],
@@ -89,14 +81,9 @@ class ChatFormat(TurnFormat):
         """Marks that the agent must not write."""
         own = {THINK_OPENING, THINK_CLOSING, *MARK.findall(f"{dialect.opening} {dialect.closing}")}
         marks = {*dialect.marks, *self._foreign_marks, *own}
-        special = {self._decode([token]) for token in self._end_ids}
-        special.update(getattr(tokenizer, "all_special_tokens", ()))
         # The marks of its own calls the agent may write, even where the tokenizer counts it among
         # its special tokens.
-        self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
-        longest_first = sorted(marks, key=len, reverse=True)
-        self._mark = re.compile("|".join(map(re.escape, longest_first)))
-        self._forged = loosely(marks)
+        self._set_marks(marks, own)
         self._template.schemas = self._described(self._template.schemas)
         self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
@@ -122,8 +109,8 @@ class ChatFormat(TurnFormat):
                     code="template-not-read-back",
                 ) from error
 
-    def _asked_ids(self, task: Task) -> list[int]:
-        return self._encode(self._template.prompt(self._messages(task)))
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        return self._template.prompt(messages)
 
     # Steps of the agent
 
@@ -205,46 +192,12 @@ class ChatFormat(TurnFormat):
 
     # Conversations of programs that write their own prompts
 
-    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> ChatFormat:
-        """Returns the format of `Serving` for other tools. Raises `SettingError` for tools that the
-        chat template cannot write."""
-        tools = [described_tool(**schema["function"]) for schema in schemas]
-        return ChatFormat(
-            self._tokenizer,
-            tools,
-            template_options=self._template_options,
-            system_prompt="",
-            require_think=False,
-            require_boxed=False,
-            answer=AnswerRule("whole"),
-            end_ids=sorted(self._end_ids),
-        )
-
-    def conversation_ids(
-        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
-    ) -> list[int]:
-        """Returns the tokens of a conversation, as `Serving` says."""
-        text = self._template.prompt([self._harmless(one) for one in messages])
-        fitting = [one for one in earlier if text.startswith(one[0])]
-        before, ids = max(fitting, key=lambda one: len(one[0]), default=("", ()))
-        return [*ids, *self._encode(text[len(before) :])]
-
-    def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
-        """Returns a turn as a message and which rule it broke, as `Serving` says."""
-        parsed = self.parse_step(token_ids)
-        text = self.written_text(token_ids)
-        if parsed.violation is not None:
-            return {"role": "assistant", "content": text}, parsed.violation
+    def _said(self, token_ids: Sequence[int]) -> tuple[str, str]:
         opening = THINK_OPENING if self._dialect.opens_thought else ""
-        thought, said, _ = _split_thought(opening + text)
-        calls = parsed.content.calls
-        if calls:
+        thought, said, _ = _split_thought(opening + self.written_text(token_ids))
+        if self.parse_step(token_ids).content.calls:
             said = said.partition(self._dialect.opening or said)[0].rstrip()
-        if thought is not None:
-            said = said.lstrip("\n")
-        named = [(call.name, call.body) for call in calls]
-        # OpenAI has no content beside calls alone.
-        return message_of(said or None if calls else said, thought or "", named, number), None
+        return thought or "", said if thought is None else said.lstrip("\n")
 
     # Results, foreign steps, and steps as the agent would have written them
 
@@ -308,24 +261,13 @@ class ChatFormat(TurnFormat):
             lines.append(f"\\boxed{{{safe(normal_answer(value.answer))}}}")
         return "\n".join(lines)
 
-    def render_step(self, content: StepContent) -> tuple[Span, ...]:
-        """Returns the turn's policy tokens, end token included, then its results as tool tokens.
-
-        Raises `ValueError` for a content that this format cannot say: marks or special tokens in
-        its texts, calls and an answer at once or neither, an unknown tool, several calls where the
-        template knows one a turn, an answer whose braces do not balance.
-        """
-        ids = self._encode(self._turn_text(content))
-        self._check_read_back(ids, content)
-        return self._spans(ids, content.observations)
-
-    def _turn_text(self, content: StepContent) -> str:
+    def _step_ids(self, content: StepContent) -> list[int]:
         thought = clean(content.thought, keep_controls=True).strip()
-        self._check_one_action(content)
         if len(content.calls) > 1 and not self._dialect.writes_several:
             raise ValueError(f"the chat template knows one call a turn; got {len(content.calls)}.")
         answer = "" if content.answer is None else self._answer_text(content.answer)
-        return self._template.turn(thought, [*map(self._arguments, content.calls)], answer)
+        calls = [*map(self._arguments, content.calls)]
+        return self._encode(self._template.turn(thought, calls, answer))
 
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:

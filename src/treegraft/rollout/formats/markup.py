@@ -212,12 +212,9 @@ class MarkedFormat(ABC):
     def _described(self, value: Any) -> Any:
         """What a tool says of itself, a text or a schema, such that it yields no mark and no
         special token: a server may have written it."""
-        if isinstance(value, Mapping):
-            return {self._described(key): self._described(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [*map(self._described, value)]
-        if not isinstance(value, str):
-            return value
+        return with_texts(value, self._free_of_marks)
+
+    def _free_of_marks(self, value: str) -> str:
         # The second leaves less: a normaliser can make marks of other characters.
         for text in (self.sanitized(value), plain_text(value)):
             ids = self._encode(text)
@@ -352,6 +349,15 @@ def clean(text: str, *, keep_controls: bool = False) -> str:
     if keep_controls:
         return encodable
     return _CONTROLS.sub(" ", encodable.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value with every text in it changed, the keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): with_texts(one, change) for key, one in value.items()}
+    return [with_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
 def plain_text(text: str) -> str:

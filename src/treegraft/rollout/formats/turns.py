@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
-from treegraft.core.interfaces import Signature, Tokenizer, Tool, signature_of
+from treegraft.core.interfaces import Signature, Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import SYSTEM_ROLES, StepContent, Task, ToolCall
+from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.markup import (
     WITHHELD,
     FormatOptions,
     MarkedFormat,
+    Specials,
     Violation,
     clean,
     framed_prompt,
+    loosely,
     normal_answer,
     plain_text,
+    with_texts,
 )
 from treegraft.rollout.formats.template import Call, arguments_of
 
@@ -30,9 +35,14 @@ class TurnFormat(MarkedFormat):
     """Finds the marks of turns, calls and results."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Sequence[Tool], **options: Unpack[FormatOptions]
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Tool],
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[FormatOptions],
     ) -> None:
         super().__init__(tokenizer, tools, **options)
+        self._template_options = template_options
         self._is_composed = options.get("system_prompt") is None
         self._has_rules = (
             self._require_think or self._require_boxed or options.get("mentions_retrieval", False)
@@ -104,13 +114,42 @@ class TurnFormat(MarkedFormat):
             found = {names[0]: found}
         return call.name, found
 
-    def _check_one_action(self, content: StepContent) -> None:
-        """Raises ValueError for a step with calls and an answer, or neither."""
+    def _set_marks(self, marks: Iterable[str], own: Collection[str] = ()) -> None:
+        """Fixes what foreign text must not hold; `own` are marks that the agent may write."""
+        special = {self._decode([token]) for token in self._end_ids}
+        special.update(getattr(self._tokenizer, "all_special_tokens", ()))
+        found = {*filter(str.strip, marks)}
+        self._specials = Specials(
+            self._tokenizer, sorted((found - special) | {*own}), self._end_ids
+        )
+        longest_first = sorted(found, key=len, reverse=True)
+        self._mark = re.compile("|".join(map(re.escape, longest_first)))
+        self._forged = loosely(found)
+
+    @abstractmethod
+    def _step_ids(self, content: StepContent) -> list[int]:
+        """The tokens of a step with calls or an answer. Raises ValueError for one that cannot be
+        said."""
+
+    @abstractmethod
+    def _said(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The thought of a turn, and its text without thought and calls."""
+
+    def render_step(self, content: StepContent) -> tuple[Span, ...]:
+        """Returns the turn's policy tokens, end token included, then its results as tool tokens.
+
+        Raises `ValueError` for a content that this format cannot say: marks or special tokens in
+        its texts, calls and an answer at once or neither, an unknown tool, several calls where the
+        template knows one a turn, an answer whose braces do not balance.
+        """
         if bool(content.calls) == (content.answer is not None):
             answers = "no answer" if content.answer is None else "an answer"
             raise ValueError(
                 f"a step has calls or an answer; got {len(content.calls)} calls and {answers}."
             )
+        ids = self._step_ids(content)
+        self._check_read_back(ids, content)
+        return self._spans(ids, content.observations)
 
     def _check_read_back(self, ids: Sequence[int], content: StepContent) -> None:
         """Raises ValueError for a turn that is read as other content than it was written for."""
@@ -135,6 +174,46 @@ class TurnFormat(MarkedFormat):
                 f" {reason}."
             )
 
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> Self:
+        """Returns the format of `Serving` for other tools. Raises `SettingError` for tools that the
+        chat template cannot write."""
+        return type(self)(
+            self._tokenizer,
+            [described_tool(**schema["function"]) for schema in schemas],
+            template_options=self._template_options,
+            system_prompt="",
+            require_think=False,
+            require_boxed=False,
+            answer=AnswerRule("whole"),
+            end_ids=sorted(self._end_ids),
+        )
+
+    @abstractmethod
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a conversation and of the opening of the agent's turn."""
+
+    def _asked_ids(self, task: Task) -> list[int]:
+        return self._encode(self._written(self._messages(task)))
+
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
+    ) -> list[int]:
+        """Returns the tokens of a conversation, as `Serving` says."""
+        text = self._written([self._harmless(one) for one in messages])
+        fitting = [one for one in earlier if text.startswith(one[0])]
+        before, ids = max(fitting, key=lambda one: len(one[0]), default=("", ()))
+        return [*ids, *self._encode(text[len(before) :])]
+
+    def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
+        """Returns a turn as a message and which rule it broke, as `Serving` says."""
+        parsed = self.parse_step(token_ids)
+        if parsed.violation is not None:
+            return message_of(self.written_text(token_ids), "", (), number), parsed.violation
+        thought, said = self._said(token_ids)
+        calls = [(call.name, call.body) for call in parsed.content.calls]
+        # OpenAI has no content beside calls alone.
+        return message_of(said or (None if calls else ""), thought, calls, number), None
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
         return self._decode(token_ids)
@@ -142,14 +221,8 @@ class TurnFormat(MarkedFormat):
     def _harmless(self, message: Mapping[str, Any]) -> dict[str, Any]:
         safe = self.sanitized if message["role"] == "tool" else self._specials.broken
 
-        def changed(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {changed(key): changed(one) for key, one in value.items()}
-            if isinstance(value, list):
-                return [*map(changed, value)]
-            return safe(clean(value, keep_controls=True)) if isinstance(value, str) else value
-
-        return cast(dict[str, Any], changed(message))
+        made = with_texts(message, lambda text: safe(clean(text, keep_controls=True)))
+        return cast(dict[str, Any], made)
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], Sequence[int]]) -> list[int]:
         """The tokens that `render` gives with foreign parts, each passed through the function
