@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -414,8 +415,11 @@ def test_settings_that_a_renderer_cannot_keep() -> None:
     assert "no chat template" in str(caught.value)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.core.packages.is_installed", lambda _: False)
-    with raises_code("package-missing") as caught:
-        made(template_of("qwen3_5_think"), QWEN.special, QWEN.marks)
-    assert "pip install 'treegraft[templates]'" in str(caught.value)
+def test_the_page_names_every_proven_template() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "templates.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if ".jinja` |" in line]
+    found = {row[1].strip("`").removesuffix(".jinja"): (row[2], row[3]) for row in rows}
+    assert found == {
+        name: (f"`{family.sha256[:12]}`", f"`{family.renderer}`")
+        for name, family in FAMILIES.items()
+    }

@@ -13,7 +13,7 @@ from itertools import product, repeat, takewhile
 from typing import Any
 
 from treegraft import Origin, StepContent, Task
-from treegraft.parts import Observation, agents, errors, interfaces, packages
+from treegraft.parts import Observation, agents, errors, interfaces
 
 OWN_NAME = "renderer"
 """The key of format.template_options that names a renderer."""
@@ -44,7 +44,6 @@ class RendererFormat(agents.TurnFormat):
 
         Raises `SettingError` for a template that no renderer writes, and for grafts.
         """
-        packages.require("format.kind = 'renderer'", "renderers")
         super().__init__(tokenizer, tools, template_options, **options)
         self._tokenizer: Any = tokenizer
         if options.get("mentions_retrieval"):
