@@ -294,19 +294,12 @@ class MarkedFormat(ABC):
 def _with_texts(task: Task, change: Callable[[str], str]) -> Task:
     """The task with every text of its question and its messages changed."""
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, str):
-            return change(value) if value else value
-        if isinstance(value, Mapping):
-            return {key: changed(one) for key, one in value.items()}
-        return [changed(one) for one in value] if isinstance(value, (list, tuple)) else value
-
     def message(given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {**given, "content": changed(given["content"])}
+        made = {**given, "content": with_texts(given["content"], change, keys=str)}
         if calls := given.get("tool_calls"):
             functions = [{**call["function"]} for call in calls]
             for function in functions:
-                function["arguments"] = changed(function["arguments"])
+                function["arguments"] = with_texts(function["arguments"], change, keys=str)
             made["tool_calls"] = [
                 {**call, "function": function}
                 for call, function in zip(calls, functions, strict=True)
@@ -351,13 +344,21 @@ def clean(text: str, *, keep_controls: bool = False) -> str:
     return _CONTROLS.sub(" ", encodable.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value with every text in it changed, the keys of objects too."""
+def with_texts(
+    value: Any, change: Callable[[str], str], keys: Callable[[str], str] | None = None
+) -> Any:
+    """Returns a value with every text in it changed that is not empty.
+
+    Args:
+        keys: changes the keys of objects; None, the default, means as the texts.
+    """
     if isinstance(value, str):
-        return change(value)
+        return change(value) if value else value
     if isinstance(value, Mapping):
-        return {change(key): with_texts(one, change) for key, one in value.items()}
-    return [with_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
+        return {(keys or change)(key): with_texts(one, change, keys) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_texts(one, change, keys) for one in value]
+    return value
 
 
 def plain_text(text: str) -> str:

@@ -221,8 +221,10 @@ class TurnFormat(MarkedFormat):
     def _harmless(self, message: Mapping[str, Any]) -> dict[str, Any]:
         safe = self.sanitized if message["role"] == "tool" else self._specials.broken
 
-        made = with_texts(message, lambda text: safe(clean(text, keep_controls=True)))
-        return cast(dict[str, Any], made)
+        made: dict[str, Any] = with_texts(
+            message, lambda text: safe(clean(text, keep_controls=True))
+        )
+        return made
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], Sequence[int]]) -> list[int]:
         """The tokens that `render` gives with foreign parts, each passed through the function
