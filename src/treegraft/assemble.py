@@ -32,8 +32,8 @@ from treegraft.policy.engine.build import needs_weights, opened_engine
 from treegraft.rollout.agents.grower import AgentGrower
 from treegraft.rollout.agents.programs import Program, build_program
 from treegraft.rollout.formats.build import build_format
-from treegraft.rollout.formats.chat import described_tool
 from treegraft.rollout.formats.shipped import use_template
+from treegraft.rollout.formats.turns import described_tool
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower, Placement
 from treegraft.settings.config import Config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -438,6 +438,61 @@ class Rewriting(Protocol):
             token_ids: the step's own tokens, end-of-sequence included; it made calls and broke no
                 rule.
         """
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """The further method of a format that writes the context of a step from the whole conversation
+    before it."""
+
+    def context_ids(
+        self,
+        task: Task,
+        turns: Sequence[tuple[Sequence[int], StepContent]],
+        before: Sequence[int],
+    ) -> tuple[int, ...]:
+        """Returns the tokens of the next step's context.
+
+        Args:
+            turns: the policy's own tokens of each step so far, end-of-sequence included and none
+                for a stored step, and its content with results.
+            before: [tokens] the context of the last of these steps.
+        """
+
+
+@runtime_checkable
+class Serving(Format, Protocol):
+    """A format that also writes the conversations of programs which write their own prompts."""
+
+    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> Serving:
+        """Returns a format for conversations with other tools, described as in OpenAI's requests.
+        It has no system prompt and no rule for thoughts and answers."""
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
+    ) -> list[int]:
+        """Returns the tokens of a whole conversation and of the opening of the agent's turn.
+
+        Args:
+            messages: in the shape that chat templates read; no text can forge a special token, and
+                none of a tool's result a mark.
+            earlier: texts and the tokens that they were read or sampled as; the longest text that
+                the conversation begins with keeps its tokens.
+        """
+
+    def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
+        """Returns a turn as a message of OpenAI's chat completions, and which rule the turn broke;
+        such a turn is all content.
+
+        Args:
+            number: of the turn in its conversation; the ids of its calls depend on it.
+        """
+
+    def split_answer(self, body: str) -> tuple[str, str]:
+        """Returns the text before the answer and the answer. Raises Violation for none."""
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ _OF_EXTRA: Final = {
     "sandbox": "pydantic_monty sympy",
     "search": "bm25s faiss sentence_transformers",
     "teacher": "openai",
+    "templates": "renderers",
     "trackers": "tensorboard wandb",
     "web": "protego pypdf trafilatura",
 }

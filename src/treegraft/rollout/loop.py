@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.interfaces import (
+    Conversing,
     Engine,
     Explorer,
     Format,
@@ -29,6 +30,7 @@ from treegraft.core.interfaces import (
     Retrieved,
     Retriever,
     Rewriting,
+    Span,
     TreeScorer,
 )
 from treegraft.core.sessions import Point, SessionOpener, Sessions
@@ -40,7 +42,6 @@ from treegraft.core.types import (
     Completion,
     Expand,
     Graft,
-    Observation,
     Origin,
     ParsedStep,
     PathView,
@@ -49,6 +50,7 @@ from treegraft.core.types import (
     Sampling,
     Start,
     Status,
+    StepContent,
     StopReason,
     Task,
     Tree,
@@ -501,7 +503,7 @@ class _Growth:
         tree.budget.spend(num_tool_calls=len(observations))
         content = replace(content, observations=tuple(observations))
         written = (*path.opening, *completion.token_ids)
-        if not self._add_results(path, written, observations, partial(add, content)):
+        if not self._add_results(path, written, content, partial(add, content)):
             # The result does not fit, so the agent never sees it and it is no part of the path.
             add(content, stop_reason=StopReason.LENGTH)
             tree.end_path(path, Status.TRUNCATED)
@@ -516,26 +518,41 @@ class _Growth:
         self,
         path: OpenPath,
         written: Sequence[int],
-        observations: Sequence[Observation],
+        content: StepContent,
         add: Callable[..., None],
     ) -> bool:
         """Appends a step with its results, or with a context below it that has them; False where
         they leave no room for the next step."""
         format = self._g.format
-        before = len(path.prefix_ids) - path.num_prompt
-        limit = self._g.limits.max_completion_tokens
-        if isinstance(format, Rewriting) and format.drops_thoughts:
-            spans = format.context_spans(written, observations)
-            if before + sum(len(ids) for ids, _ in spans) >= limit:
-                return False
+        before = path.prefix_ids
+        # What the next context continues, if it is not this step.
+        above = None
+        if isinstance(format, Conversing):
+            turns = [
+                (step.token_ids[step.sampled_mask].tolist(), step.content)
+                for step in self._tree.steps_to(path.parent)[1:]
+            ]
+            context = format.context_ids(self._tree.task, [*turns, (written, content)], before)
+            whole = (*before, *written)
+            if context[: len(whole)] == whole:
+                spans: Sequence[Span] = [(context[len(whole) :], Origin.TOOL)]
+            else:
+                above = self._tree.gone_back(path, context)
+                spans = [(context[len(above.prefix_ids) :], Origin.CONTEXT)]
+        elif isinstance(format, Rewriting) and format.drops_thoughts:
             above = path.copy()
+            spans = format.context_spans(written, content.observations)
+        else:
+            spans = [(format.observation_ids(content.observations), Origin.TOOL)]
+        num_next = sum(len(ids) for ids, _ in spans)
+        num_next += len(before) + len(written) if above is None else len(above.prefix_ids)
+        if num_next - path.num_prompt >= self._g.limits.max_completion_tokens:
+            return False
+        if above is None:
+            add(observation_ids=spans[0][0])
+        else:
             add()
             self._tree.add_context(path, above, spans)
-            return True
-        shown = format.observation_ids(observations)
-        if before + len(written) + len(shown) >= limit:
-            return False
-        add(observation_ids=shown)
         return True
 
     async def _complete(

@@ -227,6 +227,16 @@ class OpenTree:
         why = cause if known is None else known.cause
         self.add_graft(step_id, path, token_ids, content, why, lesson, temperature)
 
+    def gone_back(self, path: OpenPath, token_ids: Sequence[int]) -> OpenPath:
+        """Returns a copy of the path, at the last step up to which the context has these tokens."""
+        above = path.copy()
+        while above.prefix_ids != list(token_ids[: len(above.prefix_ids)]):
+            assert above.context is not None, "the empty path begins every context"
+            step = self._steps[above.context]
+            del above.prefix_ids[len(above.prefix_ids) - len(step.token_ids) :]
+            above.context = step.parent
+        return above
+
     def add_context(self, path: OpenPath, above: OpenPath, spans: Sequence[Span]) -> None:
         """Moves the path to a context written anew, which continues that of `above`."""
         path.context = above.context

@@ -349,11 +349,11 @@ def _agent_contradicted(
     """Parts of our own loop with an agent that has a loop of its own."""
     if not config.agent.run:
         return
-    if config.format.kind != "chat":
+    if config.format.kind not in ("chat", "renderer"):
         yield Contradiction(
             ("agent.run", "format.kind"),
-            f"format.kind: got '{config.format.kind}' with an [agent], expected 'chat': its"
-            " messages are written by the model's chat template.",
+            f"format.kind: got '{config.format.kind}' with an [agent], expected 'chat' or"
+            " 'renderer': its messages are written by the model's chat template.",
         )
     if tools:
         names = [tool.name for tool in tools]

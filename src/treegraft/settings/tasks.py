@@ -90,7 +90,7 @@ class SamplerSettings(Settings):
     """Keyword arguments of a sampler given by import path."""
 
 
-_in_chat = when("format.kind", "chat")
+_in_chat = when("format.kind", "chat", "renderer")
 
 
 def _in_tags(config: Settings) -> bool:
@@ -104,14 +104,16 @@ def _boxes_in_tags(config: Settings) -> bool:
 class FormatSettings(Settings):
     kind: str = setting("tags", seam="format")
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
-    calls and results as the model's own chat template writes them; a name that an extension
-    brings, or an import path."""
+    calls and results as the model's own chat template writes them; "renderer": the same for the
+    families of docs/templates.md, by the package renderers; a name that an extension brings, or an
+    import path."""
     chat_template: str | None = setting(None, acts="imports", idle_unless=_in_chat)
     """Chat template: None for the model's own or, where that cannot show tools, one of ours that
     fits; "own" insists on the model's; "chatml", "llama3", "gemma", "mistral" and "plain" are ours;
     else a Jinja file (variables are expanded)."""
     template_options: dict[str, Any] = setting({}, acts="imports", idle_unless=_in_chat)
-    """Further variables of the chat template, such as enable_thinking or date_string."""
+    """Further variables of the chat template, such as enable_thinking or date_string; for
+    "renderer" also `renderer`, the name of one."""
     system_prompt: str | None = setting(None, acts="nothing")
     """None composes one from the tools that are on; "" sends none; any other text is used as it
     is."""

@@ -11,26 +11,31 @@ from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.sessions import Session, SessionOpener
-from treegraft.core.types import StepContent, Task
-from treegraft.rollout.formats.chat import ChatFormat, tool_schema
-from treegraft.rollout.formats.markup import Violation
+from treegraft.core.types import ParsedStep, StepContent, Task
+from treegraft.rollout.formats.markup import (
+    Violation,
+)
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
-from treegraft.rollout.formats.template import THINK_CLOSING, THINK_OPENING
+from treegraft.rollout.formats.template import MARK, THINK_CLOSING, THINK_OPENING
+from treegraft.rollout.formats.turns import TurnFormat, message_of, tool_schema
 from treegraft.tools.environments.rehearsal import rehearse_all
 
 __all__ = [
+    "MARK",
     "RESULT",
     "THINK_CLOSING",
     "THINK_OPENING",
     "Agent",
     "Attempt",
-    "ChatFormat",
+    "ParsedStep",
     "Parts",
     "ScriptedAgent",
     "Session",
     "SessionOpener",
     "TagsFormat",
+    "TurnFormat",
     "Violation",
+    "message_of",
     "tool_schema",
 ]
 

@@ -16,7 +16,8 @@ from treegraft.core.types import Task
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.agents.endpoint import Endpoint
 from treegraft.rollout.formats.answers import AnswerRule
-from treegraft.rollout.formats.chat import ChatFormat, described_tool
+from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.rollout.formats.turns import described_tool
 from treegraft.rollout.limits import Limits
 
 TASK = Task(id="t/1", question="6 * 7 ?", reference=("42",))

@@ -167,7 +167,7 @@ def teacher_of(parts: agents.Parts) -> Teacher:
 def _protocol(parts: agents.Parts) -> TagProtocol | ToolCallProtocol:
     tools = list(parts.toolbox.tools.values())
     # The tools of a chat recipe are described by the server's template, as for its own agent.
-    if isinstance(parts.format, agents.ChatFormat):
+    if isinstance(parts.format, agents.TurnFormat):
         return ToolCallProtocol(parts.format, tools)
     words = parts.config.format
     tags = agents.TagsFormat(

@@ -84,7 +84,7 @@ class ToolCallProtocol:
     """Steps as the turns of a chat model: the request describes the tools, calls are in their own
     field of the reply, thoughts apart or in tags."""
 
-    def __init__(self, format: agents.ChatFormat, tools: Sequence[interfaces.Tool]) -> None:
+    def __init__(self, format: agents.TurnFormat, tools: Sequence[interfaces.Tool]) -> None:
         """Takes the format that says how calls become a tool's input, and how answers look."""
         self.system_prompt = format.system_prompt
         self.stop: Sequence[str] = ()

@@ -27,11 +27,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from treegraft.core.interfaces import Engine, NoiseKey
+from treegraft.core.interfaces import Engine, NoiseKey, Serving
 from treegraft.core.interfaces import Request as EngineRequest
 from treegraft.core.listener import OwnNames, address_of, listen
 from treegraft.core.types import Completion, Sampling, StopReason
-from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.limits import Limits
 
 MAX_BODY = 8 << 20
@@ -244,7 +243,7 @@ class Endpoint:
     def __init__(
         self,
         engine: Engine,
-        format: ChatFormat,
+        format: Serving,
         limits: Limits,
         *,
         temperature: float,
@@ -260,7 +259,7 @@ class Endpoint:
         self._temperatures = (None, temperature, limits.temperature)
         self._max_context = max_context
         self._sessions: dict[str, Session] = {}
-        self._formats: dict[str, ChatFormat] = {}
+        self._formats: dict[str, Serving] = {}
         self._num_users = 0
         self._num_sessions = 0
         self._stack: list[tuple[_Server, asyncio.Task[None]]] = []
@@ -394,7 +393,7 @@ class Endpoint:
         session.record(ordinal, call)
         return _reply(asked, call, ordinal)
 
-    def _context(self, session: Session, asked: _Asked) -> tuple[ChatFormat, tuple[int, ...]]:
+    def _context(self, session: Session, asked: _Asked) -> tuple[Serving, tuple[int, ...]]:
         """The format with the request's tools, and the tokens that the engine gets."""
         messages = [one.for_template() for one in asked.messages]
         tools = [] if asked.tool_choice == "none" else asked.tools
@@ -420,7 +419,7 @@ class Endpoint:
         return form, context
 
     def _sampling(
-        self, session: Session, asked: _Asked, form: ChatFormat, num_context: int
+        self, session: Session, asked: _Asked, form: Serving, num_context: int
     ) -> Sampling:
         limits = self._limits
         if asked.temperature not in self._temperatures:

@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.core.interfaces import NoiseKey
+from treegraft.core.interfaces import NoiseKey, Serving
 from treegraft.core.types import (
     Branch,
     BranchCause,
@@ -43,7 +43,6 @@ from treegraft.explore.budget import Budget, Rounds
 from treegraft.explore.compose import asking
 from treegraft.rollout.agents.endpoint import Call, Endpoint, Session
 from treegraft.rollout.agents.programs import Outcome, Program
-from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import Violation
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.tree import OpenPath, OpenTree
@@ -92,16 +91,16 @@ class AgentGrower(Grower):
         **more: Any,
     ) -> None:
         """Args:
-        parts, more: as of `Grower`; the format is a `ChatFormat`.
+        parts, more: as of `Grower`; the format is a `Serving`.
         program: the agent.
         temperature: of the recipe, which the agent's requests may name.
         max_context: longest context with its completion, in tokens; None for no limit.
         """
         super().__init__(*parts, **more)
-        if not isinstance(self.format, ChatFormat):
+        if not isinstance(self.format, Serving):
             raise SettingError(
-                f"format.kind: got {type(self.format).__name__} with an [agent], expected 'chat':"
-                " its messages are written by the chat template.",
+                f"format.kind: got {type(self.format).__name__} with an [agent], expected 'chat' or"
+                " 'renderer': its messages are written by the chat template.",
                 settings=["format.kind"],
                 code="agent-format",
             )

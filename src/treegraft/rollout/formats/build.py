@@ -54,7 +54,9 @@ def build_format(
     if settings.kind != "chat":
         with about("format.kind"):
             maker = find(settings.kind, {}, "format", "format.kind")
-            own: Format = maker(tokenizer, tools, **options)
+            # Other makers need not know them.
+            more = {"template_options": found} if (found := settings.template_options) else {}
+            own: Format = maker(tokenizer, tools, **more, **options)
         return own
     build = partial(
         ChatFormat, tokenizer, tools, template_options=settings.template_options, **options

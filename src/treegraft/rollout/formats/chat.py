@@ -12,42 +12,34 @@ from elsewhere is encoded so that it holds no mark and no special token.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, Unpack, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
-from treegraft.core.interfaces import Signature, Span, Tokenizer, Tool, signature_of
+from treegraft.core.interfaces import Span, Tokenizer, Tool
 from treegraft.core.types import (
-    SYSTEM_ROLES,
     Observation,
     Origin,
     ParsedStep,
     StepContent,
-    Task,
     ToolCall,
 )
-from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.markup import (
-    WITHHELD,
     FormatOptions,
-    MarkedFormat,
-    Specials,
     Violation,
     clean,
-    framed_prompt,
-    loosely,
     normal_answer,
-    plain_text,
 )
 from treegraft.rollout.formats.template import (
     MARK,
     THINK_CLOSING,
     THINK_OPENING,
-    Call,
     ChatTemplate,
     TemplateRefusal,
-    arguments_of,
+)
+from treegraft.rollout.formats.turns import (
+    TurnFormat,
+    json_text,
+    tool_schema,
 )
 
 RETRIEVE = ("<retrieve>", "</retrieve>")
@@ -56,7 +48,7 @@ SHOWN_RESULT = ("<result>", "</result>")
 _DECODER = json.JSONDecoder()
 
 
-class ChatFormat(MarkedFormat):
+class ChatFormat(TurnFormat):
     """Steps as turns of a conversation. A turn ends with an end token; `stop` ends one that goes on
     to write a result itself."""
 
@@ -73,13 +65,7 @@ class ChatFormat(MarkedFormat):
 
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
-        super().__init__(tokenizer, tools, **options)
-        self._template_options = template_options
-        self._is_composed = options.get("system_prompt") is None
-        self._has_rules = (
-            self._require_think or self._require_boxed or options.get("mentions_retrieval", False)
-        )
-        self._signatures = {tool.name: signature_of(tool) for tool in tools}
+        super().__init__(tokenizer, tools, template_options, **options)
         self._template = ChatTemplate(
             tokenizer,
             [tool_schema(tool) for tool in tools],
@@ -95,14 +81,9 @@ class ChatFormat(MarkedFormat):
         """Marks that the agent must not write."""
         own = {THINK_OPENING, THINK_CLOSING, *MARK.findall(f"{dialect.opening} {dialect.closing}")}
         marks = {*dialect.marks, *self._foreign_marks, *own}
-        special = {self._decode([token]) for token in self._end_ids}
-        special.update(getattr(tokenizer, "all_special_tokens", ()))
         # The marks of its own calls the agent may write, even where the tokenizer counts it among
         # its special tokens.
-        self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
-        longest_first = sorted(marks, key=len, reverse=True)
-        self._mark = re.compile("|".join(map(re.escape, longest_first)))
-        self._forged = loosely(marks)
+        self._set_marks(marks, own)
         self._template.schemas = self._described(self._template.schemas)
         self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
@@ -128,25 +109,8 @@ class ChatFormat(MarkedFormat):
                     code="template-not-read-back",
                 ) from error
 
-    def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
-        # The template itself describes the tools.
-        asks_for_box = self._require_boxed or self._answer_rule.kind == "boxed"
-        answer = "the answer in \\boxed{...}" if asks_for_box else "the answer"
-        line = f"Then give {answer}." if self._require_think else f"Give {answer}."
-        if tools:
-            line = (
-                "Then either call tools and wait for what they return, or, once you know it, give"
-                f" {answer}."
-            )
-        return framed_prompt(
-            [line], self._require_think, asks_for_box, mentions_retrieval=mentions_retrieval
-        )
-
-    def _prompt_text(self, task: Task) -> str:
-        has_system = bool(task.messages) and task.messages[0]["role"] in SYSTEM_ROLES
-        # A composed prompt without a rule adds nothing to what the data themselves say.
-        is_idle = has_system and self._is_composed and not self._has_rules
-        return self._template.prompt(task.conversation("" if is_idle else self.system_prompt))
+    def _written(self, messages: list[dict[str, Any]]) -> str:
+        return self._template.prompt(messages)
 
     # Steps of the agent
 
@@ -226,111 +190,14 @@ class ChatFormat(MarkedFormat):
                 raise Violation("a second tool call in one turn")
             text = rest[len(opening) :]
 
-    def read_call(self, found: Any) -> ToolCall:
-        """Returns the call of a JSON object, its body as its tool takes it.
-
-        Raises Violation for an object without a name and arguments.
-        """
-        arguments = arguments_of(found) if isinstance(found, dict) else None
-        name = found.get("name") if isinstance(found, dict) else None
-        if arguments is None or not isinstance(name, str):
-            raise Violation("a tool call without a name and arguments")
-        name = clean(name, keep_controls=True)
-        signature = self._signatures.get(name)
-        text_parameter = signature.text_parameter if signature is not None else None
-        if signature is None or text_parameter is None:
-            return ToolCall(name, _json(arguments))
-        if not arguments and not signature.requires(text_parameter):
-            return ToolCall(name, "")
-        text = arguments.get(text_parameter)
-        if len(arguments) == 1 and isinstance(text, str):
-            return ToolCall(name, clean(text, keep_controls=True))
-        problem = f'{name} takes {{"{text_parameter}": "..."}}, one text and nothing else'
-        return ToolCall(name, _json(arguments), problem)
-
     # Conversations of programs that write their own prompts
 
-    def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> ChatFormat:
-        """Returns a format for conversations with other tools, described as in OpenAI's requests.
-        It has no system prompt and no rule for thoughts and answers.
-
-        Raises `SettingError` for tools that the chat template cannot write.
-        """
-        tools = [described_tool(**schema["function"]) for schema in schemas]
-        return ChatFormat(
-            self._tokenizer,
-            tools,
-            template_options=self._template_options,
-            system_prompt="",
-            require_think=False,
-            require_boxed=False,
-            answer=AnswerRule("whole"),
-            end_ids=sorted(self._end_ids),
-        )
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, special ones included."""
-        return self._decode(token_ids)
-
-    def conversation_ids(
-        self, messages: Sequence[Mapping[str, Any]], earlier: Iterable[tuple[str, Sequence[int]]]
-    ) -> list[int]:
-        """Returns the tokens of a whole conversation and of the opening of the agent's turn.
-
-        Args:
-            messages: in the shape that chat templates read; no text can forge a special token, and
-                none of a tool's result a mark.
-            earlier: texts and the tokens that they were read or sampled as; the longest text that
-                the conversation begins with keeps its tokens.
-        """
-        text = self._template.prompt([self._harmless(one) for one in messages])
-        fitting = [one for one in earlier if text.startswith(one[0])]
-        before, ids = max(fitting, key=lambda one: len(one[0]), default=("", ()))
-        return [*ids, *self._encode(text[len(before) :])]
-
-    def _harmless(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        safe = self.sanitized if message["role"] == "tool" else self._specials.broken
-
-        def changed(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {changed(key): changed(one) for key, one in value.items()}
-            if isinstance(value, list):
-                return [*map(changed, value)]
-            return safe(clean(value, keep_controls=True)) if isinstance(value, str) else value
-
-        return cast(dict[str, Any], changed(message))
-
-    def message(self, token_ids: Sequence[int], number: int) -> tuple[dict[str, Any], str | None]:
-        """Returns a turn as a message of OpenAI's chat completions, and which rule the turn broke;
-        such a turn is all content.
-
-        Args:
-            number: of the turn in its conversation; the ids of its calls depend on it.
-        """
-        parsed = self.parse_step(token_ids)
-        text = self.written_text(token_ids)
-        if parsed.violation is not None:
-            return {"role": "assistant", "content": text}, parsed.violation
+    def _said(self, token_ids: Sequence[int]) -> tuple[str, str]:
         opening = THINK_OPENING if self._dialect.opens_thought else ""
-        thought, said, _ = _split_thought(opening + text)
-        calls = parsed.content.calls
-        if calls:
+        thought, said, _ = _split_thought(opening + self.written_text(token_ids))
+        if self.parse_step(token_ids).content.calls:
             said = said.partition(self._dialect.opening or said)[0].rstrip()
-        if thought is not None:
-            said = said.lstrip("\n")
-        message: dict[str, Any] = {"role": "assistant", "content": said or None if calls else said}
-        if thought:
-            message["reasoning_content"] = thought
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call{number:03}{place:02}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.body},
-                }
-                for place, call in enumerate(calls)
-            ]
-        return message, None
+        return thought or "", said if thought is None else said.lstrip("\n")
 
     # Results, foreign steps, and steps as the agent would have written them
 
@@ -341,7 +208,11 @@ class ChatFormat(MarkedFormat):
         Never raises: a text that cannot be encoded is replaced.
         """
         texts = [one.text for one in observations]
-        return tuple(self._harmless_ids(lambda safe: self._template.results([*map(safe, texts)])))
+        return tuple(
+            self._harmless_ids(
+                lambda safe: self._encode(self._template.results([*map(safe, texts)]))
+            )
+        )
 
     def context_spans(
         self, token_ids: Sequence[int], observations: Sequence[Observation]
@@ -365,8 +236,8 @@ class ChatFormat(MarkedFormat):
         return own, (self.observation_ids(observations), Origin.TOOL)
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
-        def render(safe: Callable[[str], str]) -> str:
-            return "\n".join(self._shown(value, safe) for value in values)
+        def render(safe: Callable[[str], str]) -> list[int]:
+            return self._encode("\n".join(self._shown(value, safe) for value in values))
 
         return self._harmless_ids(render)
 
@@ -381,7 +252,7 @@ class ChatFormat(MarkedFormat):
                 # A tool that this agent has not: as text, in no mark that it could repeat.
                 lines.append(safe(f"{call.name}: {call.body.strip()}"))
                 continue
-            inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
+            inner = f'{{"name": "{name}", "arguments": {safe(json_text(arguments))}}}'
             lines += filter(None, (self._dialect.opening, inner, self._dialect.closing))
         lines += [
             f"{SHOWN_RESULT[0]}\n{safe(one.text)}\n{SHOWN_RESULT[1]}" for one in value.observations
@@ -390,96 +261,13 @@ class ChatFormat(MarkedFormat):
             lines.append(f"\\boxed{{{safe(normal_answer(value.answer))}}}")
         return "\n".join(lines)
 
-    def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
-        """The tokens of a text with foreign parts, each passed through the function that
-        `render` receives, so that none forges anything."""
-        # The whole text is rendered at once, since a template may change its parts by each other;
-        # so marks are counted against those of a text that surely has none. Each attempt leaves
-        # less of the foreign text: a normaliser can make marks of other characters.
-        plain = self._encode(render(lambda _: "x"))
-        for safe in (self.sanitized, plain_text, lambda _: WITHHELD):
-            ids = self._encode(render(safe))
-            if self._marks(ids) == self._marks(plain):
-                return ids
-        return plain
-
-    def _marks(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
-        """Every special token and every mark of a text, in order."""
-        special = [token for token in ids if token in self._specials.ids_with_markup]
-        return special, self._mark.findall(self._decode(ids))
-
-    def render_step(self, content: StepContent) -> tuple[Span, ...]:
-        """Returns the turn's policy tokens, end token included, then its results as tool tokens.
-
-        Raises `ValueError` for a content that this format cannot say: marks or special tokens in
-        its texts, calls and an answer at once or neither, an unknown tool, several calls where the
-        template knows one a turn, an answer whose braces do not balance.
-        """
-        ids = self._encode(self._turn_text(content))
-        parsed = self.parse_step(ids)
-        said = parsed.content
-        answer = content.answer
-        if answer is not None:
-            answer = normal_answer(clean(answer, keep_controls=True))
+    def _step_ids(self, content: StepContent) -> list[int]:
         thought = clean(content.thought, keep_controls=True).strip()
-        # Read back and compared, since a template is a program: it may trim, escape or leave out.
-        calls = [*map(self._arguments, said.calls)]
-        wanted = [*map(self._arguments, content.calls)]
-        options = [(thought, answer)]
-        if answer is not None and not self._answer_rule.looks_for_box:
-            # Nothing parts a thought without tags from an answer without a box.
-            options.append(("", "\n\n".join(filter(None, (thought, answer)))))
-        is_same = (said.thought, said.answer) in options and calls == wanted
-        if parsed.violation is not None or not is_same:
-            reason = parsed.violation or "it is read back as something else"
-            raise ValueError(
-                f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template:"
-                f" {reason}."
-            )
-        return self._spans(ids, content.observations)
-
-    def _turn_text(self, content: StepContent) -> str:
-        thought = clean(content.thought, keep_controls=True).strip()
-        if bool(content.calls) == (content.answer is not None):
-            answers = "no answer" if content.answer is None else "an answer"
-            raise ValueError(
-                f"a step has calls or an answer; got {len(content.calls)} calls and {answers}."
-            )
         if len(content.calls) > 1 and not self._dialect.writes_several:
             raise ValueError(f"the chat template knows one call a turn; got {len(content.calls)}.")
         answer = "" if content.answer is None else self._answer_text(content.answer)
-        return self._template.turn(thought, [*map(self._arguments, content.calls)], answer)
-
-    def _arguments(self, call: ToolCall) -> Call:
-        """The name and the arguments of a call. Raises ValueError for an unknown tool or a body
-        that is no object."""
-        signature = self._signatures.get(call.name)
-        if signature is None:
-            known = ", ".join(self._signatures) or "none"
-            raise ValueError(f"there is no tool '{call.name}' in this format; it knows {known}.")
-        if signature.text_parameter is not None and call.problem is None:
-            return call.name, {signature.text_parameter: clean(call.body, keep_controls=True)}
-        try:
-            found = json.loads(call.body)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the call {call.body[:80]!r} of '{call.name}' is not JSON: {error}."
-            ) from error
-        names = list(signature.schema.get("properties", {}))
-        if not isinstance(found, dict):
-            if len(names) != 1:
-                raise ValueError(f"the call {call.body[:80]!r} of '{call.name}' is no JSON object.")
-            found = {names[0]: found}
-        return call.name, found
-
-
-def described_tool(
-    name: str, description: str = "", parameters: Mapping[str, Any] | None = None
-) -> Tool:
-    """Returns a tool that only a prompt needs: its calls run elsewhere."""
-    schema = parameters or {"type": "object", "properties": {}}
-    signature = Signature(schema)
-    return cast(Tool, SimpleNamespace(name=name, description=description, signature=signature))
+        calls = [*map(self._arguments, content.calls)]
+        return self._encode(self._template.turn(thought, calls, answer))
 
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:
@@ -504,17 +292,3 @@ def is_call(found: Any) -> bool:
     """Returns whether a JSON value has the shape of a tool call."""
     names = found.keys() if isinstance(found, dict) else ()
     return "name" in names and ("arguments" in names or "parameters" in names)
-
-
-def _json(value: Any) -> str:
-    return clean(json.dumps(value, ensure_ascii=False), keep_controls=True)
-
-
-def tool_schema(tool: Tool) -> dict[str, Any]:
-    """Returns the description of a tool as chat templates and OpenAI's requests take it."""
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": dict(signature_of(tool).schema),
-    }
-    return {"type": "function", "function": function}

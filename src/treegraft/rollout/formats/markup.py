@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import Observation, Origin, StepContent, Task
+from treegraft.core.types import Observation, Origin, ParsedStep, StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -131,11 +131,16 @@ class MarkedFormat(ABC):
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
 
     @abstractmethod
-    def _prompt_text(self, task: Task) -> str: ...
+    def _asked_ids(self, task: Task) -> list[int]:
+        """The tokens of the prompt."""
 
     @abstractmethod
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         """The tokens of foreign steps, which can forge neither a mark nor an end token."""
+
+    @abstractmethod
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
+        """Returns the content of one step, or which rule it broke."""
 
     @abstractmethod
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
@@ -150,7 +155,7 @@ class MarkedFormat(ABC):
         """
         try:
             ids, harmless = (
-                self._encode(self._prompt_text(_with_texts(task, change)))
+                self._asked_ids(_with_texts(task, change))
                 for change in (lambda text: self._specials.broken(clean(text)), lambda _: "?")
             )
         except Exception as error:  # a template is a program of the model's makers
@@ -207,12 +212,9 @@ class MarkedFormat(ABC):
     def _described(self, value: Any) -> Any:
         """What a tool says of itself, a text or a schema, such that it yields no mark and no
         special token: a server may have written it."""
-        if isinstance(value, Mapping):
-            return {self._described(key): self._described(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [*map(self._described, value)]
-        if not isinstance(value, str):
-            return value
+        return with_texts(value, self._free_of_marks)
+
+    def _free_of_marks(self, value: str) -> str:
         # The second leaves less: a normaliser can make marks of other characters.
         for text in (self.sanitized(value), plain_text(value)):
             ids = self._encode(text)
@@ -292,19 +294,12 @@ class MarkedFormat(ABC):
 def _with_texts(task: Task, change: Callable[[str], str]) -> Task:
     """The task with every text of its question and its messages changed."""
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, str):
-            return change(value) if value else value
-        if isinstance(value, Mapping):
-            return {key: changed(one) for key, one in value.items()}
-        return [changed(one) for one in value] if isinstance(value, (list, tuple)) else value
-
     def message(given: Mapping[str, Any]) -> dict[str, Any]:
-        made = {**given, "content": changed(given["content"])}
+        made = {**given, "content": with_texts(given["content"], change, keys=str)}
         if calls := given.get("tool_calls"):
             functions = [{**call["function"]} for call in calls]
             for function in functions:
-                function["arguments"] = changed(function["arguments"])
+                function["arguments"] = with_texts(function["arguments"], change, keys=str)
             made["tool_calls"] = [
                 {**call, "function": function}
                 for call, function in zip(calls, functions, strict=True)
@@ -347,6 +342,23 @@ def clean(text: str, *, keep_controls: bool = False) -> str:
     if keep_controls:
         return encodable
     return _CONTROLS.sub(" ", encodable.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def with_texts(
+    value: Any, change: Callable[[str], str], keys: Callable[[str], str] | None = None
+) -> Any:
+    """Returns a value with every text in it changed that is not empty.
+
+    Args:
+        keys: changes the keys of objects; None, the default, means as the texts.
+    """
+    if isinstance(value, str):
+        return change(value) if value else value
+    if isinstance(value, Mapping):
+        return {(keys or change)(key): with_texts(one, change, keys) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_texts(one, change, keys) for one in value]
+    return value
 
 
 def plain_text(text: str) -> str:

@@ -106,15 +106,14 @@ class TagsFormat(MarkedFormat):
             mentions_retrieval=mentions_retrieval,
         )
 
-    def _prompt_text(self, task: Task) -> str:
+    def _asked_ids(self, task: Task) -> list[int]:
         messages = task.conversation(self.system_prompt)
         if not self._tokenizer.chat_template:
-            return _labelled(messages)
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            return self._encode(_labelled(messages))
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
         )
+        return self._encode(str(text))
 
     # Steps of the agent
 
