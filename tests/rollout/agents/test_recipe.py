@@ -77,6 +77,14 @@ def test_a_run_learns_from_contexts_of_their_own(settings: dict[str, Any]) -> No
     assert lines[0]["learn/engine_gap"] < 1e-4
 
 
+def test_prompts_of_our_own_loop_do_not_limit_an_agents(settings: dict[str, Any]) -> None:
+    """With a place for tools ours would have 500 tokens; those of the agent have 60."""
+    settings["rollout"]["max_completion_tokens"] = 4000
+    settings["run"]["num_updates"] = 0
+    settings["eval"] = {"every": 0, "at_end": False}
+    assert "eval/accuracy" in treegraft.train(settings).metrics
+
+
 @pytest.mark.parametrize(
     ("table", "change", "named"),
     [
