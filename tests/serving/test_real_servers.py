@@ -220,3 +220,27 @@ def test_servers_sample_what_the_learner_has_learned(rank: int, tmp_path: Path) 
         assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
 
     asyncio.run(main())
+
+
+def test_an_agent_that_owns_its_loop_in_front_of_a_server(tmp_path: Path) -> None:
+    """Its recorded calls are those of the native engine, and the learner's own log-probabilities:
+    one update of SmolLM2, in float32."""
+    settings = {
+        "model": {"path": MODEL},
+        "tasks": {"kind": "arithmetic", "num_train": 4, "num_eval": 1},
+        "agent": {"run": "tests.rollout.agents.test_recipe:talk"},
+        "format": {"kind": "chat"},
+        "reward": {"funcs": ["environment"]},
+        "explore": {"num_leaves": 2},
+        "rollout": {"max_completion_tokens": 48},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+        "learn": {"lr": 1e-5, "max_pack_tokens": 1024},
+    }
+    for name, engine in (("native", {"max_rows": 16}), ("server", served())):
+        run = {"dir": str(tmp_path), "name": name, "num_updates": 1, "tasks_per_update": 1}
+        train({**settings, "run": {**run, "num_threads": 2}, "engine": engine})
+    assert_same_trees(tmp_path / "server", tmp_path / "native")
+    (tree,) = next(iter(grown(tmp_path / "server").values()))
+    assert sum(step.num_sampled > 0 for step in tree.steps) == 8
+    for name in ("native", "server"):
+        assert read_metrics(tmp_path / name)[-1]["learn/engine_gap"] < LIMIT
