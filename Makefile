@@ -8,7 +8,7 @@ CORE_STAMP := $(VENV)/.treegraft-core
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env verl-env demo figures test border printed cluster-test check smoke bench mutants card docs audit install clean
+.PHONY: vllm-env verl-env agents-env demo figures test border printed cluster-test check smoke bench mutants card docs audit install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
 # from it (RAPO + learning from grafts).
@@ -150,6 +150,21 @@ $(VERL_ENV)/.treegraft-installed: constraints-verl.txt pyproject.toml
 	$(VERL_ENV)/bin/python -m pip install -c constraints-verl.txt -e ".[verl,search]" hypothesis pytest
 # verl and TransferQueue install folders of tests under this name, which ours would be hidden by.
 	rm -rf "$$($(VERL_ENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tests"
+	@touch $@
+
+# An environment of its own for agents that others have made: it sees the packages of $(VENV) and adds a framework to them.
+#   .agents-env/bin/python -m benchmarks.own_agent
+AGENTS_ENV := .agents-env
+agents-env: $(AGENTS_ENV)/.treegraft-installed
+$(AGENTS_ENV)/.treegraft-installed: $(STAMP)
+	test -x $(AGENTS_ENV)/bin/python || $(BIN)/python -m venv $(AGENTS_ENV)
+	here=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	there=$$($(AGENTS_ENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	echo "import site; site.addsitedir('$$here')" > "$$there/treegraft.pth"
+	$(AGENTS_ENV)/bin/python -m pip install "pydantic-ai-slim[openai]==2.68.0"
+# Its packages clash with ours, and a command needs none of them.
+	test -x $(AGENTS_ENV)/mini/bin/python || $(PYTHON) -m venv $(AGENTS_ENV)/mini
+	$(AGENTS_ENV)/mini/bin/python -m pip install mini-swe-agent==2.4.6
 	@touch $@
 
 clean:

@@ -373,7 +373,8 @@ class _World:
             tokenizer,
             # An agent's tools come with its requests; the template has to have a place for them.
             self.tools or ([described_tool("a_tool")] if self.program else []),
-            max_context=max_prompt,
+            # An agent's prompts are its own, and the endpoint measures them.
+            max_context=None if self.program else max_prompt,
             end_ids=output_head.end_token_ids(loaded.model, tokenizer.eos_token_id),
             mentions_retrieval="graft" in config.explore.explorers,
         )

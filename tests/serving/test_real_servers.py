@@ -220,3 +220,41 @@ def test_servers_sample_what_the_learner_has_learned(rank: int, tmp_path: Path) 
         assert torch.allclose(torch.tensor(one.entropies), entropies, atol=LIMIT)
 
     asyncio.run(main())
+
+
+def test_an_agent_that_owns_its_loop_in_front_of_a_server(tmp_path: Path) -> None:
+    """One update of SmolLM2, in float32: the log-probabilities of every recorded call are the
+    model's own for the tokens that the tree has as its context."""
+    settings = {
+        "run": {"dir": str(tmp_path), "name": "run", "num_updates": 1, "tasks_per_update": 1},
+        "model": {"path": MODEL},
+        "engine": served(),
+        "tasks": {"kind": "arithmetic", "num_train": 4, "num_eval": 1},
+        "agent": {"run": "tests.rollout.agents.test_recipe:talk"},
+        "format": {"kind": "chat"},
+        "reward": {"funcs": ["environment"]},
+        "explore": {"num_leaves": 2},
+        "rollout": {"max_completion_tokens": 48},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+        "learn": {"lr": 1e-5, "max_pack_tokens": 1024},
+    }
+    train(settings)
+    assert read_metrics(tmp_path / "run")[-1]["learn/engine_gap"] < LIMIT
+    (tree,) = next(iter(grown(tmp_path / "run").values()))
+    sampled = [step for step in tree.steps if step.num_sampled]
+    assert len(sampled) == 8
+    model, _ = load_model(load_config(settings).model)
+    by_id = {step.id: step for step in tree.steps}
+    for step in sampled:
+        context: list[int] = []
+        above = step.parent
+        while above is not None:
+            context[:0] = by_id[above].token_ids.tolist()
+            above = by_id[above].parent
+        with torch.inference_mode(), plain_attention(model):
+            path = torch.tensor([[*context, *step.token_ids.tolist()]])
+            logits = model(path).logits[0, len(context) - 1 : -1].float()
+        drawn = torch.tensor(step.token_ids)[:, None]
+        own = logits.log_softmax(dim=-1).gather(1, drawn)[:, 0]
+        recorded = torch.tensor(step.sampling_logprobs).float()
+        assert torch.allclose(recorded, own, atol=LIMIT)

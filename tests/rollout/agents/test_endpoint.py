@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -224,6 +225,28 @@ def test_a_flood_of_requests_is_refused_and_a_client_that_leaves_leaves_no_step(
             assert len(session.calls) == 3
             # The repeated request has a key of its own.
             assert [one.noise_key[-1] for one in engine.calls] == [0, 1, 2, 3]
+
+    run(talk())
+
+
+@pytest.mark.smoke  # six seconds
+def test_a_connection_outlives_a_busy_loop() -> None:
+    async def talk() -> None:
+        endpoint = endpoint_of([ANSWER] * 2)
+        body = json.dumps({"messages": [user()]})
+        async with served(endpoint) as (_, session):
+            where = f"{endpoint.address}/chat/completions"
+            async with httpx.AsyncClient(
+                headers={"authorization": f"Bearer {session.api_key}"},
+                limits=httpx.Limits(keepalive_expiry=60),
+                trust_env=False,
+            ) as client:
+                await client.post(where, content=body)
+                # By default uvicorn closes an idle connection after 5 s. The loop is busy then, and
+                # the next request is sent before the end is seen.
+                asyncio.get_running_loop().call_later(4.4, time.sleep, 1)
+                await asyncio.sleep(4.5)
+                assert (await client.post(where, content=body)).status_code == 200
 
     run(talk())
 

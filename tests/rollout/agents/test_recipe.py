@@ -103,6 +103,14 @@ def test_an_agent_is_a_python_object(settings: dict[str, Any]) -> None:
         treegraft.train(settings, agent=3)  # type: ignore[arg-type]
 
 
+def test_prompts_of_our_own_loop_do_not_limit_an_agents(settings: dict[str, Any]) -> None:
+    """With a place for tools ours would have 500 tokens; those of the agent have 60."""
+    settings["rollout"]["max_completion_tokens"] = 4000
+    settings["run"]["num_updates"] = 0
+    settings["eval"] = {"every": 0, "at_end": False}
+    assert "eval/accuracy" in treegraft.train(settings).metrics
+
+
 @pytest.mark.parametrize(
     ("table", "change", "named"),
     [

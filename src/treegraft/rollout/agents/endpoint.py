@@ -39,6 +39,8 @@ MAX_OPEN = 64
 """Requests of a session at a time."""
 MAX_TOOL_SETS = 64
 """Different lists of tools that are remembered."""
+KEEP_ALIVE_S = 1_000_000
+"""How long an idle connection is held; its client closes it."""
 HOST = "127.0.0.1"
 MODEL = "policy"
 
@@ -290,6 +292,8 @@ class Endpoint:
             access_log=False,
             ws="none",
             lifespan="off",
+            # By default 5 s: while the loop was busy for longer, agents lost their connections.
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         server = _Server(config)
