@@ -2,6 +2,7 @@
 
     python -m benchmarks.own_agent            trains the missing runs, prints the table
     python -m benchmarks.own_agent --table    prints the table of the finished runs
+    python -m benchmarks.own_agent --replays  counts how many branches by replay come true
 
 The framework is pydantic-ai (`make agents-env`). It asks the endpoint of `[agent]` and runs the
 search itself; our loop has the search in `tools.use`. Both arms of a seed start from one warm-up in
@@ -15,6 +16,7 @@ import argparse
 import json
 import logging
 import re
+import secrets
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +25,8 @@ from typing import Any
 from treegraft import Task, Tree
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Signature
-from treegraft.rollout.formats.chat import tool_schema
 from treegraft.rollout.formats.shipped import shipped_template
+from treegraft.rollout.formats.turns import tool_schema
 from treegraft.runs.tree_files import parts_in
 from treegraft.settings.policy import TinySettings
 from treegraft.settings.tasks import SearchWorldSettings
@@ -32,6 +34,7 @@ from treegraft.tasks.search_world import SearchWorld, WorldSearch
 
 RECIPE = Path(__file__).with_suffix(".toml")
 RESULTS = Path(__file__).with_suffix(".jsonl")
+REPLAYS = Path(__file__).with_name("own_agent_replays.jsonl")
 NATIVE = "our loop, the search in `tools.use`"
 FRAMEWORK = "pydantic-ai, through the endpoint"
 ARMS: Mapping[str, Sequence[str]] = {
@@ -39,6 +42,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     FRAMEWORK: ("agent.run=benchmarks.own_agent:solve", "tools.use=[]"),
 }
 """Arm -> overrides of the recipe."""
+BRANCHING = {
+    "that of the table": "benchmarks.own_agent:solve",
+    "with a random number in its prompt": "benchmarks.own_agent:solve_with_a_number",
+}
+"""Agents of pydantic-ai whose rollouts branch, and their functions."""
 NUM_SEEDS = 3
 METRICS = {"sampled": "eval/accuracy_sampled", "greedy": "eval/accuracy"}
 Line = dict[str, Any]
@@ -82,7 +90,12 @@ class Search(WorldSearch):
         self.description = 'Looks up one fact, such as "e9 r2".'
 
 
-async def solve(task: Task, client: Any) -> str:
+async def solve_with_a_number(task: Task, client: Any) -> str:
+    """Answers a question, with another text before it each time."""
+    return await solve(task, client, f"{secrets.randbelow(1000)}. {SYSTEM}")
+
+
+async def solve(task: Task, client: Any, instructions: str = SYSTEM) -> str:
     """Answers a question with an agent of pydantic-ai."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -96,7 +109,7 @@ async def solve(task: Task, client: Any) -> str:
             return str(error)
 
     model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
-    agent = Agent(model, instructions=SYSTEM, tools=[search])
+    agent = Agent(model, instructions=instructions, tools=[search])
     result = await agent.run(task.question)
     return str(result.output)
 
@@ -139,9 +152,26 @@ def words(tokenizer: Any) -> list[str]:
 
 def run_seed(seed: int, arms: Sequence[str], out: Path, overrides: Sequence[str]) -> list[Line]:
     """Trains a seed's arms from one warm-up and returns what they found."""
+    from treegraft.settings.load import load_config
+    from treegraft.train import train
+
+    begin = warmed_up(seed, out, overrides)
+    found = []
+    for arm in arms:
+        run = run_of(arm, seed, out)
+        if run.exists():
+            train(None, resume=run)
+        else:
+            train(load_config(RECIPE, [*begin, *ARMS[arm], f"run.name={run.name}"]))
+        found.append({"arm": arm, "seed": seed} | figures(run))
+    return found
+
+
+def warmed_up(seed: int, out: Path, overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides of a run that begins with a seed's warm-up, which is made first."""
     from treegraft.runs.checkpoint import latest_checkpoint
     from treegraft.settings.load import load_config
-    from treegraft.train import sft, train
+    from treegraft.train import sft
 
     logging.disable(logging.WARNING)
     common = [f"run.dir={out}", f"run.seed={seed}", *overrides]
@@ -152,17 +182,8 @@ def run_seed(seed: int, arms: Sequence[str], out: Path, overrides: Sequence[str]
         model = out / f"model-{seed}"
         write_model(model, seed)
         sft(load_config(RECIPE, [*common, f"run.name={warm.name}", f"model.path={model}"]))
-    begin = [f"model.path={latest_checkpoint(warm / 'checkpoints')}", "warmup.num_steps=0"]
-    found = []
-    for arm in arms:
-        run = run_of(arm, seed, out)
-        if run.exists():
-            train(None, resume=run)
-        else:
-            own = [*begin, *ARMS[arm], f"run.name={run.name}"]
-            train(load_config(RECIPE, [*common, *own]))
-        found.append({"arm": arm, "seed": seed} | figures(run))
-    return found
+    checkpoint = latest_checkpoint(warm / "checkpoints")
+    return [*common, f"model.path={checkpoint}", "warmup.num_steps=0"]
 
 
 def run_of(arm: str, seed: int, out: Path) -> Path:
@@ -227,6 +248,43 @@ def run_all(seeds: int, out: Path, path: Path, overrides: Sequence[str]) -> None
                 file.write(json.dumps(line | compared(ours, theirs)) + "\n")
 
 
+# Branches
+
+
+def run_replays(out: Path, path: Path, overrides: Sequence[str]) -> None:
+    """Trains five updates of each agent whose rollouts branch (ARPO), and writes what came of the
+    replays."""
+    from treegraft import train
+    from treegraft.settings.load import load_config
+
+    begin = warmed_up(0, out, overrides)
+    with path.open("w", encoding="utf-8") as file:
+        for name, function in BRANCHING.items():
+            own = [f"agent.run={function}", "tools.use=[]", 'explore.explorers=["entropy"]']
+            own += ["run.num_updates=5", "eval.at_start=false", "eval.at_end=false"]
+            run = train(load_config(RECIPE, [*begin, *own]))
+            counts = ("num_replays", "num_diverged", "num_replayed_calls")
+            line: Line = {"agent": name}
+            for count in counts:
+                line[count] = sum(int(update[f"agent/{count}"]) for update in run.history[1:])
+            trees = [tree for update in range(1, 6) for tree in run.trees(update)]
+            sampled = [step for tree in trees for step in tree.steps if step.num_sampled]
+            file.write(json.dumps(line | {"num_sampled_calls": len(sampled)}) + "\n")
+
+
+def replay_table(path: Path = REPLAYS) -> Iterator[str]:
+    """Yields the table of the replays in Markdown."""
+    yield "| agent | branches by replay | true | completions sampled | saved |"
+    yield "|---|---:|---:|---:|---:|"
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        num = line["num_replays"]
+        true = 1 - line["num_diverged"] / num
+        saved = line["num_replayed_calls"]
+        of_all = saved / (saved + line["num_sampled_calls"])
+        sampled = f"{line['num_sampled_calls']:,}"
+        yield f"| {line['agent']} | {num} | {true:.0%} | {sampled} | {saved} ({of_all:.0%}) |"
+
+
 def table(path: Path = RESULTS) -> Iterator[str]:
     """Yields the table in Markdown, over the finished runs."""
     known = results(path)
@@ -254,7 +312,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--replays", action="store_true", help="branch, and count the replays")
     options = parser.parse_args()
+    if options.replays:
+        run_replays(options.out.resolve(), REPLAYS, options.overrides)
+        print("\n".join(replay_table()))
+        return
     if not options.table:
         run_all(options.seeds, options.out.resolve(), options.results, options.overrides)
     print("\n".join(table(options.results)))

@@ -84,6 +84,29 @@ def test_the_page_tells_what_the_framework_learned() -> None:
     assert len(numbers) == 1
 
 
+def test_the_page_tells_which_replays_came_true() -> None:
+    page = (ROOT / "docs" / "own-agent.md").read_text(encoding="utf-8")
+    assert "\n".join(own_agent.replay_table()) in page
+
+
+@pytest.mark.slow
+def test_replays_of_a_framework_come_true(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from benchmarks import own_agent
+own_agent.run_replays(Path({str(tmp_path)!r}), Path({str(tmp_path / "found.jsonl")!r}),
+    ["tasks.num_eval=2", "run.tasks_per_update=4"])
+"""
+    command = [str(needed("bin/python")), "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    true, other = lines
+    assert true["num_replays"] > 0 and true["num_diverged"] == 0
+    assert true["num_replayed_calls"] >= true["num_replays"]
+    assert other["num_diverged"] > 0.9 * other["num_replays"]
+
+
 # A coding agent on the command line
 
 
