@@ -30,7 +30,7 @@ COMMANDS = printed()
 ELSEWHERE = {
     r"make (check )?test$|make smoke|\.ci/run": "the suite, of which this test is a part",
     r"make docs": "tests/project/test_docs.py builds the site",
-    r"make (install|vllm-env|verl-env)": "fetches gigabytes from a package index",
+    r"make (install|vllm-env|verl-env|agents-env)": "fetches gigabytes from a package index",
     r"make check$": "ruff and mypy, which .ci/run runs before the tests",
     r"make audit": "asks PyPI's database; tests/project/test_audit.py reads its answers",
     r"make bench|(TREEGRAFT_DATA=… )?python -m benchmarks\.speed": "minutes; see test_bench.py",
