@@ -152,6 +152,8 @@ def run_seed(seed: int, arms: Sequence[str], out: Path, overrides: Sequence[str]
         model = out / f"model-{seed}"
         write_model(model, seed)
         sft(load_config(RECIPE, [*common, f"run.name={warm.name}", f"model.path={model}"]))
+    # The warm-up is over: settings of it would be in the way.
+    common = [one for one in common if not one.startswith("warmup.")]
     begin = [f"model.path={latest_checkpoint(warm / 'checkpoints')}", "warmup.num_steps=0"]
     found = []
     for arm in arms:
