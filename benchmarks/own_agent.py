@@ -182,6 +182,8 @@ def warmed_up(seed: int, out: Path, overrides: Sequence[str]) -> list[str]:
         model = out / f"model-{seed}"
         write_model(model, seed)
         sft(load_config(RECIPE, [*common, f"run.name={warm.name}", f"model.path={model}"]))
+    # The warm-up is over: settings of it would be in the way.
+    common = [one for one in common if not one.startswith("warmup.")]
     checkpoint = latest_checkpoint(warm / "checkpoints")
     return [*common, f"model.path={checkpoint}", "warmup.num_steps=0"]
 
