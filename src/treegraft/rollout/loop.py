@@ -523,29 +523,9 @@ class _Growth:
     ) -> bool:
         """Appends a step with its results, or with a context below it that has them; False where
         they leave no room for the next step."""
-        format = self._g.format
-        before = path.prefix_ids
-        # What the next context continues, if it is not this step.
-        above = None
-        if isinstance(format, Conversing):
-            turns = [
-                (step.token_ids[step.sampled_mask].tolist(), step.content)
-                for step in self._tree.steps_to(path.parent)[1:]
-            ]
-            context = format.context_ids(self._tree.task, [*turns, (written, content)], before)
-            whole = (*before, *written)
-            if context[: len(whole)] == whole:
-                spans: Sequence[Span] = [(context[len(whole) :], Origin.TOOL)]
-            else:
-                above = self._tree.gone_back(path, context)
-                spans = [(context[len(above.prefix_ids) :], Origin.CONTEXT)]
-        elif isinstance(format, Rewriting) and format.drops_thoughts:
-            above = path.copy()
-            spans = format.context_spans(written, content.observations)
-        else:
-            spans = [(format.observation_ids(content.observations), Origin.TOOL)]
+        above, spans = self._next_context(path, written, content)
         num_next = sum(len(ids) for ids, _ in spans)
-        num_next += len(before) + len(written) if above is None else len(above.prefix_ids)
+        num_next += len(path.prefix_ids) + len(written) if above is None else len(above.prefix_ids)
         if num_next - path.num_prompt >= self._g.limits.max_completion_tokens:
             return False
         if above is None:
@@ -554,6 +534,27 @@ class _Growth:
             add()
             self._tree.add_context(path, above, spans)
         return True
+
+    def _next_context(
+        self, path: OpenPath, written: Sequence[int], content: StepContent
+    ) -> tuple[OpenPath | None, Sequence[Span]]:
+        """What the next context continues, None for the step just written, and what it adds."""
+        format = self._g.format
+        if isinstance(format, Conversing):
+            turns = [
+                (step.token_ids[step.sampled_mask].tolist(), step.content)
+                for step in self._tree.steps_to(path.parent)[1:]
+            ]
+            before = path.prefix_ids
+            context = format.context_ids(self._tree.task, [*turns, (written, content)], before)
+            whole = (*before, *written)
+            if context[: len(whole)] == whole:
+                return None, [(context[len(whole) :], Origin.TOOL)]
+            above = self._tree.gone_back(path, context)
+            return above, [(context[len(above.prefix_ids) :], Origin.CONTEXT)]
+        if isinstance(format, Rewriting) and format.drops_thoughts:
+            return path.copy(), format.context_spans(written, content.observations)
+        return None, [(format.observation_ids(content.observations), Origin.TOOL)]
 
     async def _complete(
         self, path: OpenPath, step_id: str, room: int, *, can_propose: bool

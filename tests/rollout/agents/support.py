@@ -96,9 +96,9 @@ def user(text: str = "6 * 7 ?") -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def solve(task: Task, client: Any) -> str | None:
-    """An agent with one tool of its own."""
-    messages: list[Any] = [user(task.question)]
+async def solve(task: Task, client: Any, *, asked: str = "", shown: str = "") -> str | None:
+    """An agent with one tool of its own; the texts stand behind its question and results."""
+    messages: list[Any] = [user(task.question + asked)]
     while True:
         reply = await client.chat.completions.create(
             model="policy", messages=messages, tools=[TOOL]
@@ -109,4 +109,6 @@ async def solve(task: Task, client: Any) -> str | None:
             return None
         for call in message.tool_calls:
             text = json.loads(call.function.arguments)["text"]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{text} = 42"})
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": f"{text} = 42{shown}"}
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.rollout.agents.support import (
     ANSWER,
     CALL,
     TASK,
-    TOOL,
     chat_format,
     engine_of,
     limits,
@@ -188,27 +186,13 @@ def with_a_clock(place: str) -> Any:
     clock = itertools.count(100)
 
     async def agent(task: Any, client: Any) -> None:
-        now = next(clock)
-        asked = f"{task.question} at {now}" if place == "prompt" else task.question
-        messages: list[Any] = [user(asked)]
-        while True:
-            reply = await client.chat.completions.create(
-                model="policy", messages=messages, tools=[TOOL]
-            )
-            message = reply.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
-            if not message.tool_calls:
-                return
-            for call in message.tool_calls:
-                text = f"{json.loads(call.function.arguments)['text']} = 42"
-                shown = f"{text} at {now}" if place == "result" else text
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
+        await solve(task, client, **{place: f" at {next(clock)}"})
 
     return agent
 
 
 def test_an_agent_with_a_clock_gets_rollouts_of_its_own() -> None:
-    for place in ("prompt", "result"):
+    for place in ("asked", "shown"):
         agent = with_a_clock(place)
         tree, counts = replayed(agent, calls_then_answers(3), arpo(), entropy=rises, num_leaves=3)
         # The first branch became a rollout of its own, and so did that rollout's.
@@ -217,7 +201,9 @@ def test_an_agent_with_a_clock_gets_rollouts_of_its_own() -> None:
         assert len(tree.leaves) == 3
         assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
         assert not any(isinstance(step.cause, BranchCause) for step in tree.steps)
-        assert len({path.start_id for path in tree.trajectories()}) in (1, 3)
+        # No rollout has a sampled step of another one.
+        sampled = [step.id for path in tree.trajectories() for step in path.steps[1:]]
+        assert len(sampled) == len(set(sampled)) == 3 * 4
 
 
 def test_an_agent_that_stops_early_or_crashes_when_repeated_is_started_anew() -> None:

@@ -156,10 +156,7 @@ class AgentGrower(Grower):
         is_late = False
         outcome = Outcome()
         fault = ""
-        with (
-            self._endpoint.session(key, recorded) as session,
-            self.watch.waiting("agents"),
-        ):
+        with self._endpoint.session(key, recorded) as session, self.watch.waiting("agents"):
             try:
                 async with asyncio.timeout(limits.deadline_s) as deadline:
                     now = asyncio.get_running_loop().time
